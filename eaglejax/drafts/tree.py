@@ -1,0 +1,110 @@
+"""Topology of a draft tree: who is whose ancestor, and which shape a fixed tree has.
+
+Nodes are numbered so that a parent comes before its children; node 0 is the root (the last committed token) and
+its own parent. Siblings are tried in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax.errors import ConfigError
+
+
+def ancestors(parent: jax.Array, valid: jax.Array, depth: int) -> jax.Array:
+    """Ancestor-or-self matrix [B, N, N] bool of trees given by ``parent`` [B, N] int32.
+
+    ``[b, i, j]`` says that j lies on the path from the root to i (both ends included). An invalid node sees
+    itself alone, so that its softmax is never empty, and nobody sees it. ``depth`` bounds the tree's depth.
+    """
+    n = parent.shape[1]
+    eye = jnp.eye(n, dtype=bool)
+    reach = jnp.broadcast_to(eye, (parent.shape[0], n, n))
+    for _ in range(depth):
+        reach = eye | jnp.take_along_axis(reach, parent[:, :, None], axis=1)
+    both = valid[:, :, None] & valid[:, None, :]
+    return jnp.where(both, reach, eye)
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticTree:
+    """A fixed tree shape: ``parent[i]`` and ``rank[i]`` (which child of its parent) of every node.
+
+    Node 0 is the root. Built by :func:`chain` or :func:`from_choices`. Hashable, so it can be a static argument.
+    """
+
+    parent: tuple[int, ...]
+    rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parent or self.parent[0] != 0:
+            raise ConfigError("a tree starts with its root: parent[0] must be 0")
+        if len(self.rank) != len(self.parent):
+            raise ConfigError(f"rank has {len(self.rank)} entries for {len(self.parent)} nodes")
+        for i, p in enumerate(self.parent[1:], 1):
+            if not 0 <= p < i:
+                raise ConfigError(f"node {i} has parent {p}; a parent must come before its child")
+
+    @property
+    def nodes(self) -> int:
+        """N, root included."""
+        return len(self.parent)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of every node; the root's is 0."""
+        out = [0]
+        for p in self.parent[1:]:
+            out.append(out[p] + 1)
+        return tuple(out)
+
+    @property
+    def depth(self) -> int:
+        """D: most drafts that can be accepted in a round."""
+        return max(self.depths)
+
+    @property
+    def branching(self) -> int:
+        """Most children of one node (0 for a lone root)."""
+        return int(np.bincount(self.parent[1:]).max()) if self.nodes > 1 else 0
+
+    @property
+    def is_chain(self) -> bool:
+        """Every node has one child at the most, so node i sits at depth i."""
+        return self.depth == self.nodes - 1
+
+
+def chain(length: int) -> StaticTree:
+    """A chain of ``length`` drafts behind the root (``length`` 0: the root alone)."""
+    if length < 0:
+        raise ConfigError(f"chain length {length} is negative; give the number of drafted tokens a round")
+    return StaticTree(parent=(0, *range(length)), rank=(0,) * (length + 1))
+
+
+def from_choices(choices: Sequence[Sequence[int]]) -> StaticTree:
+    """A tree from Medusa/EAGLE-1 style choices: each entry is a path of child ranks, e.g. ``[0, 1]`` = second
+    child of the root's first child. Every prefix of a path must be listed too; order does not matter.
+
+    Raises ConfigError for an empty, repeated or disconnected path or a negative rank.
+    """
+    paths = sorted((tuple(int(r) for r in c) for c in choices), key=lambda c: (len(c), c))
+    index: dict[tuple[int, ...], int] = {(): 0}
+    parent, rank = [0], [0]
+    for path in paths:
+        if not path:
+            raise ConfigError("an empty path is the root, which is always there; leave it out")
+        if min(path) < 0:
+            raise ConfigError(f"tree choice {list(path)} has a negative rank; ranks count from 0")
+        if path in index:
+            raise ConfigError(f"tree choice {list(path)} is listed twice")
+        if path[:-1] not in index:
+            raise ConfigError(f"tree choice {list(path)} hangs in the air: {list(path[:-1])} is not listed")
+        index[path] = len(parent)
+        parent.append(index[path[:-1]])
+        rank.append(path[-1])
+    return StaticTree(parent=tuple(parent), rank=tuple(rank))

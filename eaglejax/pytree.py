@@ -1,0 +1,86 @@
+"""Dataclass pytrees, and tables of arrays from which shapes, shardings and random weights are derived.
+
+A module describes its weights once, as a nested dict (or a dataclass) whose leaves are ``ArrayInfo``. Abstract
+values, shardings and initial values all come from that table, so that they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+dataclass = flax.struct.dataclass
+"""Decorator: a frozen dataclass registered as a pytree."""
+
+
+def static(**kwargs: Any) -> Any:
+    """A dataclass field that is part of the tree structure (hashable, a compile-time constant)."""
+    return flax.struct.field(pytree_node=False, **kwargs)
+
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+def normal(stddev: float = 0.02) -> Initializer:
+    """Gaussian initialiser; drawn in f32 so that the draw does not depend on the storage dtype."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return (stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return init
+
+
+def constant(value: float) -> Initializer:
+    """Initialiser that fills with one value."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        del key
+        return jnp.full(shape, value, dtype)
+
+    return init
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInfo:
+    """One array of a module: its shape, dtype, logical axis names (one a dimension, or None) and initialiser."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str | None, ...]
+    init: Initializer = dataclasses.field(default_factory=normal)
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.shape):
+            raise ValueError(f"axes {self.axes} do not name the dimensions of shape {self.shape}")
+
+
+def is_info(x: Any) -> bool:
+    """True for a leaf of a table."""
+    return isinstance(x, ArrayInfo)
+
+
+def abstract(table: Any) -> Any:
+    """The table as ``jax.ShapeDtypeStruct`` leaves."""
+    return jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), table, is_leaf=is_info)
+
+
+def initialize(table: Any, key: jax.Array) -> Any:
+    """Random values for every leaf. Each leaf's key is folded from its place in the tree."""
+    leaves, treedef = jax.tree.flatten(table, is_leaf=is_info)
+    values = [info.init(jax.random.fold_in(key, n), info.shape, info.dtype) for n, info in enumerate(leaves)]
+    return jax.tree.unflatten(treedef, values)
+
+
+def shardings(table: Any, mesh: Mesh, rules: dict[str, str | tuple[str, ...] | None]) -> Any:
+    """The table as ``NamedSharding`` leaves; ``rules`` maps a logical axis to mesh axes (absent: replicated)."""
+
+    def of(info: ArrayInfo) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(rules.get(a) if a else None for a in info.axes)))
+
+    return jax.tree.map(of, table, is_leaf=is_info)
