@@ -83,6 +83,14 @@ class Observation:
     hidden: jax.Array | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A proposer with its weights: what ``load_draft`` returns and ``generate`` takes."""
+
+    proposer: Proposer
+    params: Any = None
+
+
 class Proposer(Protocol):
     """See the module's text. ``nodes`` is N (root included), ``depth`` D, ``chain`` as in Draft."""
 

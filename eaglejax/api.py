@@ -1,0 +1,234 @@
+"""What a notebook imports: ``load_target``, ``generate``, ``stream``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from eaglejax.drafts.autoregressive import Autoregressive
+from eaglejax.drafts.base import Bound, Proposer
+from eaglejax.errors import ConfigError, EaglejaxError, RequestError
+from eaglejax.models.target import Target
+from eaglejax.sampling import Sampling
+from eaglejax.speculate.generate import (
+    LARGEST_PREFILL,
+    ROUNDS_A_CHUNK,
+    BatchDecoder,
+    Generation,
+    Piece,
+    Request,
+    check_request,
+)
+from eaglejax.speculate.metrics import Stats
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
+
+DEFAULT_BATCH = 8
+
+
+def _is_single(prompts: Any) -> bool:
+    """A text, one token list or one conversation, rather than a list of them."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts are {type(prompts).__name__}; give a text, token ids, messages, or a list of such"
+        )
+    return len(prompts) > 0 and isinstance(prompts[0], (Mapping, int))
+
+
+def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
+    """Token ids of a text (with the model's own leading tokens), of messages (through the target's chat template,
+    ready for the answer), or of ids (as they are). Raises RequestError for anything else."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise RequestError("the prompt is empty; give some text")
+        return tuple(_tokenizer(target).encode(prompt))
+    if isinstance(prompt, Sequence) and all(isinstance(t, int) for t in prompt):
+        return tuple(prompt)
+    if isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt):
+        for n, m in enumerate(prompt):
+            if not isinstance(m.get("role"), str) or "content" not in m:
+                raise RequestError(f"message {n} needs 'role' and 'content'; it has {sorted(m)}")
+        return tuple(_tokenizer(target).apply_chat_template(list(prompt), add_generation_prompt=True))
+    raise RequestError(f"a prompt is a text, a list of token ids or a list of messages, not {type(prompt).__name__}")
+
+
+def _tokenizer(target: Target) -> Any:
+    if target.tokenizer is None:
+        raise RequestError("this target has no tokenizer; give prompts as token ids")
+    return target.tokenizer
+
+
+def _per_prompt(name: str, value: Any, kind: type | tuple[type, ...], count: int) -> list[Any]:
+    """``value`` once a prompt: one for all, or a list of the same length."""
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise ConfigError(f"{name} has {len(values)} entries for {count} prompts; give one, or one each")
+    return values
+
+
+def _failed(error: str) -> Generation:
+    return Generation("", [], "error", None, Stats(), 0, error)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """Everything about a call but its prompts."""
+
+    target: Target
+    bound: Bound
+    options: dict[str, Any]
+
+
+def _job(target: Target, proposer: Proposer | Bound | None, options: dict[str, Any]) -> _Job:
+    proposer = Autoregressive() if proposer is None else proposer
+    bound = proposer if isinstance(proposer, Bound) else Bound(proposer)
+    return _Job(target, bound, options)
+
+
+def _decoder(job: _Job, requests: Sequence[Request], batch: int) -> BatchDecoder:
+    params, predictions = job.bound.params, [r.prediction for r in requests]
+    prepare = getattr(job.bound.proposer, "prepare", None)
+    if prepare is not None:
+        params = prepare([None if p is None else list(p) for p in predictions], batch)
+    elif any(p is not None for p in predictions):
+        raise ConfigError(
+            f"predictions are given but {type(job.bound.proposer).__name__} does not use them; "
+            "decode with proposer=Prediction(...)"
+        )
+    return BatchDecoder(job.target, job.bound.proposer, params, requests, batch=batch, **job.options)
+
+
+def generate(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    proposer: Proposer | Bound | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    max_new_tokens: int | Sequence[int] = 256,
+    stop: str | Sequence[str] = (),
+    predictions: Any = None,
+    batch_size: int = DEFAULT_BATCH,
+    verification: str = "token",
+    logprobs: bool = False,
+    ignore_eos: bool = False,
+    on_error: str = "raise",
+    rounds_a_chunk: int = ROUNDS_A_CHUNK,
+    prefill_width: int = LARGEST_PREFILL,
+    cache_dtype: Any = None,
+) -> Any:
+    """Decode prompts; the output's law is the target's whatever the proposer.
+
+    ``prompts``: a text, token ids or messages (one Generation comes back), or a list of such (a list comes back).
+    ``proposer``: who guesses (None: plain autoregressive decoding). ``sampling``: one for all, or one each; None is greedy. A
+    row's draws depend on its own seed alone. ``predictions``: text or token ids that each answer will mostly
+    repeat, for proposers that use them. ``stop``: strings that end an answer. ``batch_size``: rows decoded together.
+    ``verification``: "token", or "block" for chains (Sun et al., 2025). ``on_error``: "raise", or "return" a
+    Generation whose ``error`` says why, so that one bad prompt does not cost the others. ``rounds_a_chunk``: rounds
+    between looks at the host (stop strings, streaming). ``cache_dtype``: of keys and values (None: the target's).
+    Raises ConfigError for options that cannot be and RequestError for a prompt that cannot be served.
+    """
+    if on_error not in ("raise", "return"):
+        raise ConfigError(f"on_error is {on_error!r}; it is 'raise' or 'return'")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
+    if rounds_a_chunk < 1 or prefill_width < 1:
+        raise ConfigError("rounds_a_chunk and prefill_width must be at least 1")
+    single = _is_single(prompts)
+    items: list[Any] = [prompts] if single else list(prompts)  # type: ignore[arg-type]
+    job = _job(
+        target,
+        proposer,
+        {
+            "method": verification,
+            "logprobs": logprobs,
+            "ignore_eos": ignore_eos,
+            "rounds_a_chunk": rounds_a_chunk,
+            "prefill_width": prefill_width,
+            "cache_dtype": cache_dtype,
+        },
+    )
+    results: list[Generation | None] = [None] * len(items)
+    good: list[tuple[int, Request]] = []
+    for n, request in enumerate(
+        _requests(target, items, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, predictions=predictions)
+    ):
+        if isinstance(request, Request):
+            good.append((n, request))
+        elif on_error == "raise":
+            raise request
+        else:
+            results[n] = _failed(str(request))
+    for begin in range(0, len(good), batch_size):
+        group = good[begin : begin + batch_size]
+        decoder = _decoder(job, [r for _, r in group], min(batch_size, len(good)))
+        for _ in decoder:
+            pass
+        for (n, _), result in zip(group, decoder.results(), strict=True):
+            if result.error and on_error == "raise":
+                raise EaglejaxError(f"prompt {n}: {result.error}")
+            results[n] = result
+    return results[0] if single else results
+
+
+def _requests(
+    target: Target, items: Sequence[Any], *, sampling: Any, max_new_tokens: Any, stop: Any, predictions: Any
+) -> Iterator[Request | EaglejaxError]:
+    """One Request a prompt, or the error that says why it cannot be served."""
+    samplings = _per_prompt("sampling", sampling or Sampling(), Sampling, len(items))
+    limits = _per_prompt("max_new_tokens", max_new_tokens, int, len(items))
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if stops and target.tokenizer is None:
+        raise ConfigError("stop strings need a tokenizer and this target has none")
+    guesses = [predictions] if len(items) == 1 and _is_one_prediction(predictions) else predictions
+    guesses = _per_prompt("predictions", guesses, str, len(items))
+    for item, s, limit, guess in zip(items, samplings, limits, guesses, strict=True):
+        try:
+            ids = encode_prompt(target, item)
+            if isinstance(guess, str):
+                guess = _tokenizer(target).encode(guess, special=False)
+            request = Request(ids, s, limit, stops, None if guess is None else tuple(guess))
+            check_request(request, target.context, target.config.vocab_size)
+        except RequestError as error:
+            yield error
+        else:
+            yield request
+
+
+def _is_one_prediction(predictions: Any) -> bool:
+    return isinstance(predictions, Sequence) and bool(predictions) and isinstance(predictions[0], int)
+
+
+def stream(target: Target, prompt: Prompt, **options: Any) -> Iterator[Piece | Generation]:
+    """Decode one prompt and yield Pieces as their text settles, then the Generation.
+
+    Options are those of :func:`generate` but ``batch_size`` and ``on_error``. The pieces' texts join to the
+    Generation's text.
+    """
+    fields = {k: options.pop(k, None) for k in ("sampling", "predictions")}
+    request = next(
+        iter(
+            _requests(
+                target,
+                [prompt],
+                max_new_tokens=options.pop("max_new_tokens", 256),
+                stop=options.pop("stop", ()),
+                **fields,
+            )
+        )
+    )
+    if isinstance(request, EaglejaxError):
+        raise request
+    method = options.pop("verification", "token")
+    job = _job(target, options.pop("proposer", None), {"method": method, "rounds_a_chunk": 4, **options})
+    decoder = _decoder(job, [request], 1)
+    yield from decoder
+    result = decoder.results()[0]
+    if result.error:
+        raise EaglejaxError(result.error)
+    yield result

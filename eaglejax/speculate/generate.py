@@ -1,0 +1,318 @@
+"""Host side of generation: one batch of requests through prefill and chunks of rounds.
+
+The device runs a ``while_loop`` of rounds and returns once a chunk with one record a round; the host turns tokens into
+text, looks for stop strings, and keeps the books. Shapes are bucketed, so that the programs compiled do not depend
+on the text: prompts by chunk, caches by powers of two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax import sampling
+from eaglejax.errors import EaglejaxError, RequestError
+from eaglejax.models.target import Target
+from eaglejax.sampling import Sampling
+from eaglejax.speculate import metrics, round
+from eaglejax.speculate.stops import TextStream
+
+ROUNDS_A_CHUNK = 16
+LARGEST_PREFILL = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One row: token ids of the prompt, how to sample, where to stop, and what the answer may mostly repeat."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    prediction: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass
+class Generation:
+    """What came of a request.
+
+    ``token_ids`` include the end-of-text id that stopped it; ``text`` does not. ``finish_reason``: "stop" (end of text or a
+    stop string), "length" (max_new_tokens or the context limit), "error" (see ``error``). ``logprobs``: one per token
+    under the target's untransformed law, or None when not asked for. ``prompt_tokens``: length of the prompt.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[float] | None
+    stats: metrics.Stats
+    prompt_tokens: int
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Newly settled text and tokens of a row while it streams."""
+
+    row: int
+    text: str
+    token_ids: tuple[int, ...]
+
+
+def power_of_two(n: int, least: int) -> int:
+    """The smallest power of two that is at least ``n`` and ``least``."""
+    return 1 << max(n - 1, least - 1).bit_length()
+
+
+def check_request(request: Request, context: int, vocab_size: int) -> None:
+    """Refuse what cannot be decoded. Raises RequestError."""
+    if not request.prompt:
+        raise RequestError("the prompt is empty: it holds no token; give at least one")
+    if len(request.prompt) > context:
+        raise RequestError(
+            f"the prompt has {len(request.prompt)} tokens but the target's context holds {context}; shorten it"
+        )
+    if request.max_new_tokens < 0:
+        raise RequestError(f"max_new_tokens is {request.max_new_tokens}; it must be 0 or more")
+    bad = [t for t in request.prompt if not 0 <= t < vocab_size]
+    if bad:
+        raise RequestError(f"prompt token id {bad[0]} is not in the vocabulary [0, {vocab_size})")
+    if "" in request.stop:
+        raise RequestError("a stop string is empty; it would stop every answer before its first token")
+
+
+class _Row:
+    """Books of one row."""
+
+    def __init__(self, request: Request, tokenizer: Any, logprobs: bool) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[float] | None = [] if logprobs else None
+        self.rounds: list[metrics.Round] = []
+        self.first_tokens = 0
+        self.first_seconds = 0.0
+        self.seconds = 0.0
+        self.stopped = False
+        self.error: str | None = None
+        self.text = TextStream(tokenizer, request.stop) if tokenizer is not None else None
+        self.shown = 0
+        self.shown_tokens = 0
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> int:
+        """Add tokens up to a stop string; how many were taken."""
+        for n, token in enumerate(tokens):
+            self.tokens.append(int(token))
+            if self.logprobs is not None and logprobs is not None:
+                self.logprobs.append(float(logprobs[n]))
+            if self.text is not None and self.text.push(int(token)):
+                self.stopped = True
+                return n + 1
+        return len(tokens)
+
+    def piece(self, index: int, final: bool) -> Piece | None:
+        """What can be shown since the last call."""
+        if self.text is None:
+            text = ""
+        else:
+            whole = self.text.text if final else self.text.safe_text
+            text, self.shown = whole[self.shown :], max(self.shown, len(whole))
+        tokens = tuple(self.tokens[self.shown_tokens :])
+        self.shown_tokens = len(self.tokens)
+        return Piece(index, text, tokens) if text or tokens else None
+
+    def result(self, eos: frozenset[int], depth: int) -> Generation:
+        """The row's Generation; drops the tokens of a stop string from ids, log-probabilities and statistics."""
+        keep = self.text.kept_tokens() if self.stopped and self.text else len(self.tokens)
+        rounds, left = [], keep - min(self.first_tokens, keep)
+        for r in self.rounds:
+            count = min(r.count, left)
+            left -= count
+            rounds.append(dataclasses.replace(r, count=count, accepted=min(r.accepted, count)))
+        tokens = self.tokens[:keep]
+        if self.error:
+            reason = "error"
+        elif self.stopped or (tokens and tokens[-1] in eos):
+            reason = "stop"
+        else:
+            reason = "length"
+        return Generation(
+            text=self.text.text if self.text else "",
+            token_ids=tokens,
+            finish_reason=reason,
+            logprobs=None if self.logprobs is None else self.logprobs[:keep],
+            stats=metrics.from_rounds(
+                rounds,
+                depth=depth,
+                first_tokens=min(self.first_tokens, keep),
+                seconds=self.seconds,
+                first_seconds=self.first_seconds,
+            ),
+            prompt_tokens=len(self.request.prompt),
+            error=self.error,
+        )
+
+
+class BatchDecoder:
+    """Decodes up to ``batch`` requests together.
+
+    Iterate over it for Pieces as they settle; afterwards ``results()`` gives a Generation a request. ``draft_params``: the
+    proposer's weights. ``prefill_width``: most prompt tokens a forward (rounded up to a power of two).
+    Every request must have passed ``check_request``.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Any,
+        draft_params: Any,
+        requests: Sequence[Request],
+        *,
+        batch: int | None = None,
+        method: str = "token",
+        logprobs: bool = False,
+        ignore_eos: bool = False,
+        rounds_a_chunk: int = ROUNDS_A_CHUNK,
+        prefill_width: int = LARGEST_PREFILL,
+        cache_dtype: Any = None,
+    ) -> None:
+        self._batch = batch or len(requests)
+        if not 0 < len(requests) <= self._batch:
+            raise EaglejaxError(f"a batch of {self._batch} rows cannot hold {len(requests)} requests")
+        self._target = target
+        self._program = round.Program(target.config, proposer, method, logprobs)
+        self._params = round.Params(target.params, draft_params)
+        self._requests = list(requests)
+        self._eos = frozenset() if ignore_eos else frozenset(target.eos_ids)
+        self._rounds_a_chunk = rounds_a_chunk
+        self._cache_dtype = jnp.dtype(cache_dtype or target.dtype)
+        self._rows = [_Row(r, target.tokenizer, logprobs) for r in self._requests]
+
+        longest = max(len(r.prompt) for r in self._requests)
+        self._width = min(power_of_two(prefill_width, 1), power_of_two(longest, 16))
+        budgets = [min(r.max_new_tokens, target.context - len(r.prompt)) for r in self._requests]
+        reach = max(len(r.prompt) + b for r, b in zip(self._requests, budgets, strict=True)) + proposer.nodes
+        # A padded prefill chunk is written whole, behind the longest prompt too.
+        self._capacity = power_of_two(max(reach, longest + self._width), 32)
+        self._budgets = budgets + [0] * (self._batch - len(budgets))
+        self._finished = False
+        self._start = time.perf_counter()
+
+    def __iter__(self) -> Iterator[Piece]:
+        self._start = time.perf_counter()
+        if any(b > 0 for b in self._budgets):
+            state = self._prefill()
+            yield from self._pieces()
+            limit = jax.device_put(np.int32(self._rounds_a_chunk))
+            while not self._finished:
+                state, records, ran = round.jit_run_rounds(
+                    self._program, self._params, state, limit, most=self._rounds_a_chunk
+                )
+                state = self._read(state, records, ran)
+                yield from self._pieces()
+        for index, row in enumerate(self._rows):
+            piece = row.piece(index, final=True)
+            if piece:
+                yield piece
+
+    def results(self) -> list[Generation]:
+        """One Generation a request; call after iteration."""
+        return [row.result(self._eos, self._program.proposer.depth) for row in self._rows]
+
+    def _prefill(self) -> round.DecodeState:
+        pad = self._batch - len(self._requests)
+        prompts = [list(r.prompt) for r in self._requests] + [[]] * pad
+        rows = sampling.rows(
+            [r.sampling for r in self._requests] + [Sampling(seed=0)] * pad,
+            self._target.config.vocab_size,
+            prompts,
+        )
+        state = round.jit_init_state(
+            self._program,
+            self._params,
+            rows,
+            capacity=self._capacity,
+            budget=jax.device_put(np.asarray(self._budgets, np.int32)),
+            eos=jax.device_put(np.asarray(sorted(self._eos), np.int32)),
+            cache_dtype=self._cache_dtype,
+        )
+        width, longest = self._width, max(map(len, prompts))
+        padded = np.zeros((self._batch, -(-longest // width) * width + 1), np.int32)
+        lengths = np.asarray([len(p) for p in prompts])
+        for b, p in enumerate(prompts):
+            padded[b, : len(p)] = p
+        for begin in range(0, longest, width):
+            count = np.clip(lengths - begin, 0, width)
+            state, record = round.jit_prefill_chunk(
+                self._program,
+                self._params,
+                state,
+                *jax.device_put(
+                    (
+                        padded[:, begin : begin + width],
+                        padded[:, begin + 1 : begin + width + 1],
+                        count.astype(np.int32),
+                        (count > 0) & (lengths <= begin + width),
+                    )
+                ),
+            )
+            record, done = jax.device_get((record, state.done))
+            self._book(record, done, first=True)
+        self._finished = bool(done.all())
+        return self._halt_stopped(state, done)
+
+    def _read(self, state: round.DecodeState, records: round.Record, ran: jax.Array) -> round.DecodeState:
+        records, ran, done = jax.device_get((records, ran, state.done))
+        for i in range(int(ran)):
+            self._book(jax.tree.map(lambda x, i=i: x[i], records), done, first=False)
+        self._finished = bool(done.all())
+        return self._halt_stopped(state, done)
+
+    def _halt_stopped(self, state: round.DecodeState, done: np.ndarray) -> round.DecodeState:
+        """Tell the device about rows that a stop string ended."""
+        halt = done.copy()
+        for b, row in enumerate(self._rows):
+            halt[b] |= row.stopped
+        self._finished = bool(halt.all())
+        return state if (halt == done).all() else state.replace(done=jax.device_put(halt))
+
+    def _book(self, record: round.Record, done: np.ndarray, *, first: bool) -> None:
+        now = time.perf_counter() - self._start
+        for b, row in enumerate(self._rows):
+            if row.stopped or row.error:
+                continue
+            if not record.finite[b]:
+                row.error = (
+                    f"the target's logits became NaN or infinite after {len(row.tokens)} tokens; "
+                    "its weights or dtype overflow (float16 is prone to it: try bfloat16 or float32)"
+                )
+                continue
+            count = int(record.count[b])
+            if not count:
+                continue
+            taken = row.take(
+                record.tokens[b, :count], None if record.logprobs is None else record.logprobs[b, :count]
+            )
+            row.seconds = now
+            if first:
+                row.first_tokens, row.first_seconds = taken, now
+            else:
+                row.rounds.append(
+                    metrics.Round(
+                        count=taken,
+                        accepted=min(int(record.accepted[b]), taken),
+                        drafted=int(record.drafted[b]),
+                        reach=int(record.reach[b]),
+                    )
+                )
+
+    def _pieces(self) -> Iterator[Piece]:
+        for index, row in enumerate(self._rows):
+            piece = row.piece(index, final=False)
+            if piece:
+                yield piece

@@ -1,0 +1,136 @@
+"""Acceptance and speed, defined once.
+
+A row's history is a list of rounds; each emitted ``count`` tokens, of which ``accepted`` were drafts, out of ``drafted``
+proposed nodes that reached depth ``reach``. Counts are trimmed exactly as the text is (end of text, stop strings,
+limits). The prompt's forward, which yields the first token, counts on neither side of any ratio.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One target forward of one row, after trimming."""
+
+    count: int
+    accepted: int
+    drafted: int
+    reach: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Sums over rounds; every rate is derived from them.
+
+    ``target_forwards``: rounds that emitted something. ``num_drafts``: rounds that proposed something.
+    ``num_draft_tokens``: proposed nodes (root excluded). ``num_accepted_tokens``: drafts that became text.
+    ``round_tokens``: tokens emitted by rounds. ``num_tokens``: all emitted tokens, the prefill's first included.
+    ``accepted_at[i]``: rounds that accepted at least i + 1 drafts; ``reached_at[i]``: rounds that accepted i drafts
+    and had proposed a deeper node. ``seconds``: wall time from start of the prompt's forward to the last
+    token; ``first_seconds``: to the first token.
+    """
+
+    num_tokens: int = 0
+    round_tokens: int = 0
+    target_forwards: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+    reached_at: tuple[int, ...] = ()
+    seconds: float = 0.0
+    first_seconds: float = 0.0
+    rows: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """tau = tokens emitted by rounds / target forwards, bonus included; 1 for autoregressive decoding."""
+        return self.round_tokens / self.target_forwards if self.target_forwards else 1.0
+
+    @property
+    def per_position_acceptance_rate(self) -> list[float]:
+        """Unconditional: rounds that accepted at position i / target forwards. Sums to tau - 1 but for bonus
+        tokens that a limit cut off."""
+        if not self.target_forwards:
+            return []
+        return [n / self.target_forwards for n in self.accepted_at]
+
+    @property
+    def n_alpha(self) -> list[float]:
+        """Conditional acceptance at each position given that all before were accepted (EAGLE papers' n-alpha)."""
+        return [a / r if r else 0.0 for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted drafts / proposed nodes."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All emitted tokens over wall time, the prompt's forward included."""
+        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def ttft_ms(self) -> float:
+        """Mean time to first token, milliseconds."""
+        return 1e3 * self.first_seconds / self.rows if self.rows else 0.0
+
+    @property
+    def tpot_ms(self) -> float:
+        """Mean time per output token after the first, milliseconds."""
+        later = self.num_tokens - self.rows
+        return 1e3 * (self.seconds - self.first_seconds) / later if later > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that every command prints."""
+        return {
+            "num_tokens": self.num_tokens,
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "per_position_acceptance_rate": self.per_position_acceptance_rate,
+            "n_alpha": self.n_alpha,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "tokens_per_second": self.tokens_per_second,
+            "target_forwards": self.target_forwards,
+            "ttft_ms": self.ttft_ms,
+            "tpot_ms": self.tpot_ms,
+        }
+
+
+def from_rounds(
+    rounds: Sequence[Round], *, depth: int, first_tokens: int, seconds: float, first_seconds: float
+) -> Stats:
+    """Statistics of one row. ``depth``: D of the proposer. ``first_tokens``: 1 if the prefill's token was kept."""
+    live = [r for r in rounds if r.count > 0]
+    return Stats(
+        num_tokens=first_tokens + sum(r.count for r in live),
+        round_tokens=sum(r.count for r in live),
+        target_forwards=len(live),
+        num_drafts=sum(r.drafted > 0 for r in live),
+        num_draft_tokens=sum(r.drafted for r in live),
+        num_accepted_tokens=sum(r.accepted for r in live),
+        accepted_at=tuple(sum(r.accepted > i for r in live) for i in range(depth)),
+        reached_at=tuple(sum(r.accepted >= i and r.reach > i for r in live) for i in range(depth)),
+        seconds=seconds,
+        first_seconds=first_seconds,
+        rows=1,
+    )
+
+
+def total(stats: Iterable[Stats]) -> Stats:
+    """Sum over rows that ran one after the other (times add up)."""
+    items = list(stats)
+    depth = max((len(s.accepted_at) for s in items), default=0)
+
+    def column(name: str) -> tuple[int, ...]:
+        return tuple(sum(getattr(s, name)[i] for s in items if i < len(getattr(s, name))) for i in range(depth))
+
+    plain = [f.name for f in dataclasses.fields(Stats) if f.name not in ("accepted_at", "reached_at")]
+    sums = {name: sum(getattr(s, name) for s in items) for name in plain}
+    return Stats(**sums, accepted_at=column("accepted_at"), reached_at=column("reached_at"))

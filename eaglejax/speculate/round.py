@@ -1,0 +1,284 @@
+"""One round of speculative decoding, and the loop of rounds.
+
+    root -> propose a tree -> one target forward over it -> verify -> commit -> emit -> observe
+
+The root is the last emitted token; it is not in the cache yet and sits at position ``cache.lengths``. A round that
+accepts ``a`` drafts commits ``a + 1`` tokens (the root and the drafts) and emits ``a + 1`` (the drafts and the new
+root), so it always moves on. Without guesses (N = 1) the same round is plain autoregressive decoding, which is why
+both share one sampler, one stop rule and one law.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eaglejax import pytree, sampling
+from eaglejax.drafts.base import Observation, Proposer
+from eaglejax.drafts.tree import ancestors
+from eaglejax.models import decoder
+from eaglejax.models.config import ModelConfig
+from eaglejax.nn.cache import KVCache, advance, commit
+from eaglejax.sampling import Purpose, RowSampling
+from eaglejax.speculate.verify import verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a round is compiled for. ``method``: "token" or "block" verification; see ``verify``."""
+
+    config: ModelConfig
+    proposer: Proposer
+    method: str = "token"
+    logprobs: bool = False
+
+
+@pytree.dataclass
+class Params:
+    """Weights of the target and of the proposer (None where it has none)."""
+
+    target: Any
+    draft: Any = None
+
+
+@pytree.dataclass
+class DecodeState:
+    """Everything that a round changes; donated to it.
+
+    ``cache``: the target's; ``proposer``: the proposer's own state; ``rows``: sampling settings, keys and token
+    counts; ``root``, ``emitted``, ``budget`` [B] int32: last token, tokens emitted, most tokens a row may emit;
+    ``done`` [B] bool; ``eos`` [E] int32: ids that end a row.
+    """
+
+    cache: KVCache
+    proposer: Any
+    rows: RowSampling
+    root: jax.Array
+    emitted: jax.Array
+    budget: jax.Array
+    done: jax.Array
+    eos: jax.Array
+
+
+@pytree.dataclass
+class Record:
+    """What a round gave. All statistics come from these.
+
+    ``tokens`` [B, D+1] int32, of which ``count`` [B] are real (0 for a row that was done); ``accepted`` [B]: drafts
+    among them; ``drafted`` [B]: nodes proposed, root excluded; ``reach`` [B]: depth of the deepest proposed node;
+    ``finite`` [B] bool: the target's logits were finite; ``logprobs`` [B, D+1] f32 or None: log-probability of each
+    token under the target before any sampling transform.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    accepted: jax.Array
+    drafted: jax.Array
+    reach: jax.Array
+    finite: jax.Array
+    logprobs: jax.Array | None
+
+
+def init_state(
+    program: Program,
+    params: Params,
+    rows: RowSampling,
+    *,
+    capacity: int,
+    budget: jax.Array,
+    eos: jax.Array,
+    cache_dtype: Any,
+) -> DecodeState:
+    """An empty state; a row with ``budget`` 0 is done from the start."""
+    batch = budget.shape[0]
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return DecodeState(
+        cache=decoder.init_cache(program.config, batch, capacity, cache_dtype),
+        proposer=program.proposer.init(params.draft, batch=batch, capacity=capacity),
+        rows=rows,
+        root=zeros,
+        emitted=zeros,
+        budget=budget,
+        done=budget <= 0,
+        eos=eos,
+    )
+
+
+def _keep(state: DecodeState, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cut ``tokens`` [B, M] at the first end-of-text id and at the row's budget: (tokens kept [B], row ended [B])."""
+    steps = jnp.arange(tokens.shape[1])
+    ends = (tokens[:, :, None] == state.eos).any(-1) & (steps < count[:, None])
+    through_end = jnp.where(ends.any(1), jnp.argmax(ends, axis=1) + 1, tokens.shape[1])
+    left = state.budget - state.emitted
+    kept = jnp.where(state.done, 0, jnp.minimum(jnp.minimum(count, through_end), left))
+    ended = state.done | (ends & (steps < kept[:, None])).any(1) | (kept >= left)
+    return kept, ended
+
+
+def _token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """log p of ``tokens`` [B, M] under ``logits`` [B, M, V], before any transform."""
+    chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[:, :, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def prefill_chunk(
+    program: Program,
+    params: Params,
+    state: DecodeState,
+    tokens: jax.Array,
+    following: jax.Array,
+    count: jax.Array,
+    last: jax.Array,
+) -> tuple[DecodeState, Record]:
+    """Take in the next ``count[b]`` prompt tokens of each row; ``last[b]`` says that the prompt ends here.
+
+    ``tokens``, ``following`` [B, C] int32: the chunk and, for each of its tokens, the next prompt token. A row whose prompt ends emits its
+    first token, drawn as in any round. Chunks are right-padded; padding sees itself alone and stays uncommitted.
+    """
+    config, needs = program.config, program.proposer.needs
+    lengths = state.cache.lengths
+    steps = jnp.arange(tokens.shape[1])
+    real = steps < count[:, None]
+    visible = (steps[None, :] <= steps[:, None]) & real[:, None, :] | jnp.eye(tokens.shape[1], dtype=bool)
+    out = decoder.forward(
+        params.target, config, tokens, lengths[:, None] + steps, state.cache, visible, aux=needs.aux
+    )
+    end = jnp.maximum(count - 1, 0)
+    logits = decoder.unembed(
+        params.target, config, jnp.take_along_axis(out.hidden, end[:, None, None], axis=1)
+    )
+    processed = sampling.process(logits, state.rows)
+    keys = sampling.fold(sampling.round_keys(state.rows, lengths + end), Purpose.BONUS)
+    first = sampling.greedy(processed)[:, 0]
+    if state.rows.sampled:
+        drawn = sampling.draw(sampling.law(processed, state.rows)[:, 0], keys)
+        first = jnp.where(state.rows.temperature > 0, drawn, first)
+
+    kept, ended = _keep(state, first[:, None], last.astype(jnp.int32))
+    following = jnp.where((steps == end[:, None]) & last[:, None], first[:, None], following)
+    seen = Observation(
+        tokens=tokens,
+        following=following,
+        start=lengths,
+        count=count,
+        aux=out.aux,
+        hidden=out.hidden if needs.hidden else None,
+    )
+    started = kept > 0
+    finite = jnp.isfinite(logits.max(-1))[:, 0] | ~started
+    record = Record(
+        tokens=first[:, None],
+        count=kept,
+        accepted=jnp.zeros_like(kept),
+        drafted=jnp.zeros_like(kept),
+        reach=jnp.zeros_like(kept),
+        finite=finite,
+        logprobs=_token_logprobs(logits, first[:, None]) if program.logprobs else None,
+    )
+    state = state.replace(
+        cache=advance(out.cache, count),
+        proposer=program.proposer.observe(params.draft, state.proposer, seen),
+        rows=sampling.count_tokens(state.rows, first[:, None], kept),
+        root=jnp.where(started, first, state.root),
+        emitted=state.emitted + kept,
+        done=jnp.where(last, ended | ~finite, state.done),
+    )
+    return state, record
+
+
+def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[DecodeState, Record]:
+    """Propose, verify and commit once for every row that is not done."""
+    config, proposer = program.config, program.proposer
+    lengths, rows = state.cache.lengths, state.rows
+    keys = sampling.round_keys(rows, lengths)
+
+    draft, proposer_state = proposer.propose(
+        params.draft, state.proposer, state.root, lengths, rows, sampling.fold(keys, Purpose.DRAFT)
+    )
+    # A draft that could not be emitted is no draft: it would sit past the context's end and count in no metric.
+    left = jnp.where(state.done, 0, state.budget - state.emitted)
+    root_only = jnp.arange(proposer.nodes) == 0
+    draft = draft.replace(valid=draft.valid & (draft.depth <= left[:, None]) | root_only)
+
+    seen_by = ancestors(draft.parent, draft.valid, draft.max_depth)
+    positions = lengths[:, None] + draft.depth
+    out = decoder.forward(
+        params.target, config, draft.tokens, positions, state.cache, seen_by, aux=proposer.needs.aux
+    )
+    logits = decoder.unembed(params.target, config, out.hidden)
+    processed = sampling.process(logits, rows, draft.tokens, seen_by)
+    verdict = verify(processed, draft, rows, keys, method=program.method)
+
+    path, accepted = verdict.path, verdict.accepted
+    on_path = jnp.take_along_axis(draft.tokens, path, axis=1)
+    steps = jnp.arange(path.shape[1])
+    tokens = jnp.where(steps < accepted[:, None], jnp.roll(on_path, -1, axis=1), verdict.next_token[:, None])
+    kept, ended = _keep(state, tokens, accepted + 1)
+
+    def at_path(x: jax.Array | None) -> jax.Array | None:
+        if x is None:
+            return None
+        return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
+
+    seen = Observation(
+        tokens=on_path,
+        following=tokens,
+        start=lengths,
+        count=kept,
+        aux=at_path(out.aux),
+        hidden=at_path(out.hidden) if proposer.needs.hidden else None,
+    )
+    finite = (jnp.isfinite(logits.max(-1)) | ~draft.valid).all(1) | state.done
+    record = Record(
+        tokens=tokens,
+        count=kept,
+        accepted=jnp.minimum(accepted, kept),
+        drafted=jnp.where(state.done, 0, draft.valid.sum(1) - 1),
+        reach=jnp.where(draft.valid, draft.depth, 0).max(1),
+        finite=finite,
+        logprobs=_token_logprobs(at_path(logits), tokens) if program.logprobs else None,
+    )
+    newest = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
+    state = state.replace(
+        # Rows keep as many cached tokens as they emitted, so that the cache is the committed text but its last
+        # token even where an end cuts the path; a row that was done moves by none.
+        cache=commit(out.cache, path, kept - 1, chain=proposer.chain),
+        proposer=proposer.observe(params.draft, proposer_state, seen),
+        rows=sampling.count_tokens(rows, tokens, kept),
+        root=jnp.where(kept > 0, newest, state.root),
+        emitted=state.emitted + kept,
+        done=ended | ~finite,
+    )
+    return state, record
+
+
+def run_rounds(
+    program: Program, params: Params, state: DecodeState, limit: jax.Array, *, most: int
+) -> tuple[DecodeState, Record, jax.Array]:
+    """Rounds until every row is done, ``limit`` (a traced int, at most the static ``most``) at the most.
+
+    Returns the state, the records stacked [most, ...] and how many of them are real.
+    """
+    blank = jax.eval_shape(functools.partial(decode_round, program), params, state)[1]
+    records = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), blank)
+
+    def body(carry: tuple[jax.Array, DecodeState, Record]) -> tuple[jax.Array, DecodeState, Record]:
+        i, state, records = carry
+        state, record = decode_round(program, params, state)
+        return i + 1, state, jax.tree.map(lambda all_, one: all_.at[i].set(one), records, record)
+
+    def more(carry: tuple[jax.Array, DecodeState, Record]) -> jax.Array:
+        i, state, _ = carry
+        return (i < jnp.minimum(limit, most)) & ~state.done.all()
+
+    done, state, records = jax.lax.while_loop(more, body, (jnp.int32(0), state, records))
+    return state, records, done
+
+
+jit_init_state = jax.jit(init_state, static_argnames=("program", "capacity", "cache_dtype"))
+jit_prefill_chunk = jax.jit(prefill_chunk, static_argnames=("program",), donate_argnames=("state",))
+jit_run_rounds = jax.jit(run_rounds, static_argnames=("program", "most"), donate_argnames=("state",))

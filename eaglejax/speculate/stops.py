@@ -1,0 +1,91 @@
+"""Turning tokens into text as they come, and stop strings.
+
+Text grows token by token; a token may end inside a character, so text is handed out only when it can no longer
+change. Stop strings are looked for in the text, across token and round borders, one token at a time, so that the
+output ends where autoregressive decoding would have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Decodes(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class TextStream:
+    """Text of a growing token list.
+
+    Decodes a short window that starts at a token border where text was complete, so that the cost of a token does
+    not grow with the text and word-initial spaces survive.
+    """
+
+    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._window = 0  # first token of the window
+        self._done = 0  # tokens whose text is settled
+        self._settled = ""
+        self._ends: list[int] = []  # settled characters after each token
+        self.stopped_at: int | None = None  # characters of text before the stop string
+
+    def push(self, token: int) -> bool:
+        """Add a token; True when its text completes a stop string."""
+        self._ids.append(token)
+        before = self._tokenizer.decode(self._ids[self._window : self._done])
+        after = self._tokenizer.decode(self._ids[self._window :])
+        if after.endswith(REPLACEMENT) and len(self._ids) - self._done < 8:
+            # An unfinished character; no encoding needs more tokens than this, so longer runs are real text.
+            self._ends.append(len(self._settled))
+            return False
+        old = len(self._settled)
+        self._settled += after[len(before) :]
+        self._window, self._done = self._done, len(self._ids)
+        self._ends.append(len(self._settled))
+        return self._find_stop(old)
+
+    def _find_stop(self, old: int) -> bool:
+        found = []
+        for s in self._stop:
+            at = self._settled.find(s, max(0, old - len(s) + 1))
+            if at >= 0:
+                found.append(at)
+        if found:
+            self.stopped_at = min(found)
+        return bool(found)
+
+    @property
+    def safe_text(self) -> str:
+        """Text that will not change any more: nothing that may turn out to be a stop string's beginning."""
+        if self.stopped_at is not None:
+            return self._settled[: self.stopped_at]
+        hold = 0
+        for s in self._stop:
+            for n in range(min(len(s) - 1, len(self._settled)), 0, -1):
+                if self._settled.endswith(s[:n]):
+                    hold = max(hold, n)
+                    break
+        return self._settled[: len(self._settled) - hold]
+
+    @property
+    def text(self) -> str:
+        """The whole text, an unfinished character at the end included (as replacement characters)."""
+        if self.stopped_at is not None:
+            return self._settled[: self.stopped_at]
+        before = self._tokenizer.decode(self._ids[self._window : self._done])
+        return self._settled + self._tokenizer.decode(self._ids[self._window :])[len(before) :]
+
+    def kept_tokens(self) -> int:
+        """Tokens that the text needs: the shortest prefix whose text covers what stands before the stop string."""
+        if self.stopped_at is None:
+            return len(self._ids)
+        if self.stopped_at == 0:
+            return 0
+        return next(i + 1 for i, end in enumerate(self._ends) if end >= self.stopped_at)
