@@ -1,0 +1,272 @@
+"""The one decoder: its table of weights and its pure forward.
+
+Parameters are a nested dict::
+
+    embed [V, H]                     norm [H]                head [H, V] (absent when tied)
+    layers[i]: attn_norm [H]; q [H, Hq*d], k, v [H, Hkv*d], o [Hq*d, H]; q_bias, k_bias, v_bias, o_bias;
+               q_norm, k_norm [d]; post_attn_norm [H] (sandwich); mlp_norm [H]; post_mlp_norm [H] (sandwich);
+               dense: gate, up [H, F], down [F, H]; gate_bias, up_bias, down_bias
+               mixture: router [H, E]; experts {gate, up [E, H, Fe], down [E, Fe, H]}
+
+Every matrix is [in, out]. Layers are unrolled in Python: on CPU a scan over stacked weights copies them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eaglejax import pytree
+from eaglejax.errors import ConfigError
+from eaglejax.models.config import ModelConfig
+from eaglejax.nn import cache as kv
+from eaglejax.nn.attention import attend
+from eaglejax.nn.linear import embedding, linear
+from eaglejax.nn.mlp import gated_mlp
+from eaglejax.nn.moe import moe_mlp
+from eaglejax.nn.norm import rms_norm
+from eaglejax.nn.rope import rotate, rotation
+from eaglejax.pytree import ArrayInfo, constant
+
+Params = dict[str, Any]
+
+
+@pytree.dataclass
+class Forward:
+    """What a forward over N new tokens yields.
+
+    ``hidden`` [B, N, H] after the final norm; ``aux`` [B, N, A, H], the boundaries asked for, or None; ``cache`` holds
+    the new keys and values at slots [length, length + N) with its lengths unmoved.
+    """
+
+    hidden: jax.Array
+    aux: jax.Array | None
+    cache: kv.KVCache
+
+
+def param_table(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
+    """Shape, dtype, logical axes and initialiser of every weight, in the layout of the module's text."""
+    hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+
+    def matrix(*shape: int, axes: tuple[str | None, ...]) -> ArrayInfo:
+        return ArrayInfo(shape, dtype, axes)
+
+    def norm(size: int) -> ArrayInfo:
+        return ArrayInfo((size,), dtype, (None,), constant(0.0 if config.norm_offset else 1.0))
+
+    def bias(size: int, axis: str | None) -> ArrayInfo:
+        return ArrayInfo((size,), dtype, (axis,), constant(0.0))
+
+    def layer(index: int) -> Params:
+        q, k = heads * config.head_dim, kv_heads * config.head_dim
+        table: Params = {
+            "attn_norm": norm(hidden),
+            "q": matrix(hidden, q, axes=("embed", "heads")),
+            "k": matrix(hidden, k, axes=("embed", "kv_heads")),
+            "v": matrix(hidden, k, axes=("embed", "kv_heads")),
+            "o": matrix(q, hidden, axes=("heads", "embed")),
+            "mlp_norm": norm(hidden),
+        }
+        if config.qkv_bias:
+            table |= {
+                "q_bias": bias(q, "heads"),
+                "k_bias": bias(k, "kv_heads"),
+                "v_bias": bias(k, "kv_heads"),
+            }
+        if config.o_bias:
+            table["o_bias"] = bias(hidden, None)
+        if config.qk_norm:
+            table |= {"q_norm": norm(config.head_dim), "k_norm": norm(config.head_dim)}
+        if config.sandwich_norms:
+            table |= {"post_attn_norm": norm(hidden), "post_mlp_norm": norm(hidden)}
+        if config.moe is not None and config.is_sparse(index):
+            e, f = config.moe.experts, config.moe.intermediate_size
+            table["router"] = matrix(hidden, e, axes=("embed", None))
+            table["experts"] = {
+                "gate": matrix(e, hidden, f, axes=("experts", "embed", "mlp")),
+                "up": matrix(e, hidden, f, axes=("experts", "embed", "mlp")),
+                "down": matrix(e, f, hidden, axes=("experts", "mlp", "embed")),
+            }
+            return table
+        f = config.intermediate_size
+        table |= {
+            "gate": matrix(hidden, f, axes=("embed", "mlp")),
+            "up": matrix(hidden, f, axes=("embed", "mlp")),
+            "down": matrix(f, hidden, axes=("mlp", "embed")),
+        }
+        if config.mlp_bias:
+            table |= {"gate_bias": bias(f, "mlp"), "up_bias": bias(f, "mlp"), "down_bias": bias(hidden, None)}
+        return table
+
+    table: Params = {
+        "embed": matrix(config.vocab_size, hidden, axes=("vocab", "embed")),
+        "layers": [layer(i) for i in range(config.num_layers)],
+        "norm": norm(hidden),
+    }
+    if not config.tie_embeddings:
+        table["head"] = matrix(hidden, config.vocab_size, axes=("embed", "vocab"))
+    return table
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+    """Random weights in the layout of ``param_table``."""
+    return pytree.initialize(param_table(config, dtype), key)
+
+
+def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: Any = jnp.float32) -> kv.KVCache:
+    """An empty cache of ``capacity`` slots a row for this model."""
+    return kv.init_cache(
+        layers=config.num_layers,
+        batch=batch,
+        capacity=capacity,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: kv.KVCache,
+    visible: jax.Array,
+    *,
+    aux: tuple[int, ...] = (),
+) -> Forward:
+    """Run N new tokens on top of the committed prefix.
+
+    ``tokens``, ``positions`` [B, N] int32; ``visible`` [B, N, N] bool: which of the new tokens each new token sees,
+    itself included; the prefix [0, cache.lengths) is always seen, sliding windows permitting. ``aux``: hidden-state
+    boundaries to return, 0 = embedding after any scaling, i = output of block i, num_layers = before the final norm.
+    The caller guarantees ``cache.lengths + N <= capacity``. Raises ConfigError for shapes or boundaries that cannot be.
+    """
+    _check(config, tokens, positions, cache, visible, aux)
+    with jax.named_scope("embed"):
+        x = embedding(params["embed"], tokens)
+        if config.embed_scale is not None:
+            x = x * jnp.asarray(config.embed_scale, x.dtype)
+    with jax.named_scope("rope"):
+        ropes = {config.layer_rope(i) for i in range(config.num_layers)}
+        angles = {rope: rotation(positions, rope, config.head_dim) for rope in ropes}
+    taps = {0: x}
+    keys, values = [], []
+    for i, layer in enumerate(params["layers"]):
+        with jax.named_scope(f"layer_{i}"):
+            rope = config.layer_rope(i)
+            x, k, v = _block(layer, config, i, x, positions, angles[rope], cache, visible)
+        keys.append(k)
+        values.append(v)
+        if i + 1 in aux:
+            taps[i + 1] = x
+    with jax.named_scope("final_norm"):
+        hidden = rms_norm(x, params["norm"], config.norm_eps, offset=config.norm_offset)
+    return Forward(
+        hidden=hidden,
+        aux=jnp.stack([taps[i] for i in aux], axis=2) if aux else None,
+        cache=cache.replace(k=tuple(keys), v=tuple(values)),
+    )
+
+
+def _check(
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: kv.KVCache,
+    visible: jax.Array,
+    aux: tuple[int, ...],
+) -> None:
+    b, n = tokens.shape
+    if positions.shape != (b, n) or visible.shape != (b, n, n) or cache.lengths.shape != (b,):
+        raise ConfigError(
+            f"tokens {tokens.shape} need positions {(b, n)}, visible {(b, n, n)} and {b} cache rows; got "
+            f"{positions.shape}, {visible.shape} and {cache.lengths.shape[0]}"
+        )
+    if n > cache.capacity:
+        raise ConfigError(f"{n} new tokens do not fit a cache of {cache.capacity} slots")
+    wrong = [i for i in aux if not 0 <= i <= config.num_layers]
+    if wrong:
+        raise ConfigError(
+            f"hidden-state boundaries {wrong} do not exist; this model has 0 to {config.num_layers}"
+        )
+
+
+def _block(
+    layer: Params,
+    config: ModelConfig,
+    index: int,
+    x: jax.Array,
+    positions: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    cache: kv.KVCache,
+    visible: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One layer: (residual stream [B, N, H], its keys, its values)."""
+
+    def norm(y: jax.Array, name: str) -> jax.Array:
+        return rms_norm(y, layer[name], config.norm_eps, offset=config.norm_offset)
+
+    with jax.named_scope("attention"):
+        mixed, k, v = _attention(
+            layer, config, index, norm(x, "attn_norm"), positions, angles, cache, visible
+        )
+        x = x + (norm(mixed, "post_attn_norm") if config.sandwich_norms else mixed)
+    with jax.named_scope("mlp"):
+        y = norm(x, "mlp_norm")
+        if config.moe is not None and config.is_sparse(index):
+            y = moe_mlp(y, layer, config.moe, config.activation)
+        else:
+            y = gated_mlp(y, layer, config.activation)
+        x = x + (norm(y, "post_mlp_norm") if config.sandwich_norms else y)
+    return x, k, v
+
+
+def _attention(
+    layer: Params,
+    config: ModelConfig,
+    index: int,
+    x: jax.Array,
+    positions: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    cache: kv.KVCache,
+    visible: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    b, n, _ = x.shape
+
+    def heads(name: str) -> jax.Array:
+        return linear(x, layer[name], layer.get(f"{name}_bias")).reshape(b, n, -1, config.head_dim)
+
+    q, k, v = heads("q"), heads("k"), heads("v")
+    if config.qk_norm:
+        q = rms_norm(q, layer["q_norm"], config.norm_eps, offset=config.norm_offset)
+        k = rms_norm(k, layer["k_norm"], config.norm_eps, offset=config.norm_offset)
+    q, k = rotate(q, *angles), rotate(k, *angles)
+    cached_k = kv.write(cache.k[index], k.transpose(0, 2, 1, 3), cache.lengths)
+    cached_v = kv.write(cache.v[index], v.transpose(0, 2, 1, 3), cache.lengths)
+    out = attend(
+        q,
+        cached_k,
+        cached_v,
+        cache.lengths,
+        visible,
+        positions,
+        scale=config.query_scale,
+        window=config.layer_window(index),
+        softcap=config.attention_softcap,
+    )
+    return linear(out.reshape(b, n, -1), layer["o"], layer.get("o_bias")), cached_k, cached_v
+
+
+def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """Logits [..., V] f32 of ``hidden`` [..., H] (after the final norm), softcap included."""
+    with jax.named_scope("unembed"):
+        if config.tie_embeddings:
+            logits = linear(hidden, params["embed"], transposed=True, dtype=jnp.float32)
+        else:
+            logits = linear(hidden, params["head"], dtype=jnp.float32)
+        if config.final_softcap is not None:
+            logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
+    return logits

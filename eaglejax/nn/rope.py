@@ -1,0 +1,263 @@
+"""Rotary position embedding (Su et al. 2021) and its context extensions.
+
+The frequencies of a model are constants: kinds that depend on the sequence length (``dynamic``, ``longrope``) are
+evaluated once, for ``RopeConfig.context``, instead of anew whenever a sequence grows. Keys already in a cache thus
+stay valid, cached decoding equals a forward from scratch, and a row does not depend on how long its batch
+mates are. With a context no longer than the model's own, ``dynamic`` is plain RoPE.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax.errors import ConfigError
+
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_PRETRAINED = ("yarn", "llama3", "longrope")  # kinds that refer to the length before extension
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """How positions turn into angles.
+
+    ``max_position`` is the length that the model was published for, ``original_max_position`` the one it was
+    pretrained with before extension, ``context`` the length that ``dynamic`` and ``longrope`` are evaluated for (default:
+    ``max_position``). ``rotary_fraction`` of each head is rotated, the rest passes. Other fields belong to one kind.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    max_position: int = 2048
+    context: int | None = None
+    rotary_fraction: float = 1.0
+    factor: float = 1.0
+    original_max_position: int | None = None
+    attention_factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"rope type {self.kind!r} is not supported; use one of {list(KINDS)}")
+        if self.theta <= 0 or self.factor <= 0:
+            raise ConfigError(f"rope theta {self.theta} and factor {self.factor} must be positive")
+        if not 0 < self.rotary_fraction <= 1:
+            raise ConfigError(f"rotary fraction {self.rotary_fraction} must lie in (0, 1]")
+        if self.kind in _PRETRAINED and not self.original_max_position:
+            raise ConfigError(f"rope type {self.kind!r} needs original_max_position_embeddings")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"rope high_freq_factor {self.high_freq_factor} must exceed low_freq_factor {self.low_freq_factor}"
+            )
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Dimensions of a head that are rotated (even)."""
+        dim = int(head_dim * self.rotary_fraction)
+        if dim % 2 or dim == 0:
+            raise ConfigError(
+                f"rope rotates {dim} of {head_dim} dimensions; it must be an even number above 0"
+            )
+        return dim
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """(inverse frequencies [rotary_dim / 2] np.float32 in radians a position, factor on cos and sin)."""
+    dim = rope.rotary_dim(head_dim)
+    exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
+    plain = 1.0 / rope.theta**exponents
+    inv_freq, scale = _SCALINGS[rope.kind](rope, plain, dim)
+    return inv_freq.astype(np.float32), float(scale)
+
+
+def _default(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
+    del rope, dim
+    return plain, 1.0
+
+
+def _linear(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
+    """Position interpolation (Chen et al. 2023)."""
+    del dim
+    return plain / rope.factor, 1.0
+
+
+def _dynamic(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
+    """NTK-aware base change at the declared context."""
+    context = max(rope.context or rope.max_position, rope.max_position)
+    stretch = rope.factor * context / rope.max_position - (rope.factor - 1)
+    return plain / stretch ** (np.arange(0, dim, 2) / (dim - 2)), 1.0
+
+
+def _yarn(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
+    """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, ramp in between."""
+
+    def mscale(strength: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * strength * math.log(rope.factor) + 1.0
+
+    def dimension(rotations: float) -> float:
+        assert rope.original_max_position is not None
+        return (
+            dim
+            * math.log(rope.original_max_position / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / ((high - low) or 0.001), 0, 1)
+    if rope.attention_factor is not None:
+        scale = rope.attention_factor
+    elif rope.mscale and rope.mscale_all_dim:
+        scale = mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    else:
+        scale = mscale(1.0)
+    return plain / rope.factor * ramp + plain * (1 - ramp), scale
+
+
+def _llama3(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
+    """Llama 3.1: divide wavelengths beyond the pretraining length, keep short ones, blend in between."""
+    del dim
+    assert rope.original_max_position is not None
+    turns = rope.original_max_position * plain / (2 * math.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = np.clip(keep, 0, 1)
+    return (1 - keep) * plain / rope.factor + keep * plain, 1.0
+
+
+def _longrope(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
+    """LongRoPE (Ding et al. 2024): one searched factor a dimension, a set each for short and long contexts."""
+    assert rope.original_max_position is not None
+    is_long = (rope.context or rope.max_position) > rope.original_max_position
+    name, factors = ("long_factor", rope.long_factor) if is_long else ("short_factor", rope.short_factor)
+    if len(factors) != dim // 2:
+        raise ConfigError(f"rope {name} has {len(factors)} entries; {dim} rotated dimensions need {dim // 2}")
+    if rope.attention_factor is not None:
+        scale = rope.attention_factor
+    elif rope.factor <= 1:
+        scale = 1.0
+    else:
+        scale = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
+    return plain / np.asarray(factors), scale
+
+
+_SCALINGS = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+}
+
+
+def rotation(positions: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin) of ``positions`` [B, N], each [B, N, rotary_dim / 2] f32."""
+    inv_freq, scale = frequencies(rope, head_dim)
+    angles = positions.astype(jnp.float32)[..., None] * inv_freq
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate the pairs (i, i + rotary_dim / 2) of ``x`` [B, N, heads, d] in f32; result in x's dtype."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    y = x.astype(jnp.float32)
+    first, second, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1).astype(x.dtype)
+
+
+def apply_rope(x: jax.Array, positions: jax.Array, rope: RopeConfig) -> jax.Array:
+    """``x`` [B, N, heads, d] rotated by its absolute ``positions`` [B, N]; result in x's dtype."""
+    return rotate(x, *rotation(positions, rope, x.shape[-1]))
+
+
+def from_hf(
+    config: Mapping[str, Any],
+    *,
+    layer_type: str | None = None,
+    default_theta: float = 10000.0,
+    context: int | None = None,
+) -> RopeConfig:
+    """Read a Hugging Face ``config.json`` (older ``rope_theta`` + ``rope_scaling``, newer ``rope_parameters``).
+
+    ``layer_type`` picks a section where parameters are kept per layer type. The same setting given twice with
+    different values is refused (ConfigError), as is an unknown type: a wrong theta only shows as bad text.
+    """
+    settings: dict[str, tuple[Any, str]] = {}
+
+    def put(key: str, value: Any, where: str) -> None:
+        if value is None:
+            return
+        key = "rope_type" if key == "type" else key
+        if key in settings and settings[key][0] != value:
+            raise ConfigError(
+                f"{where} = {value!r} contradicts {settings[key][1]} = {settings[key][0]!r}; keep the right one"
+            )
+        settings[key] = (value, where)
+
+    for name in ("rope_parameters", "rope_scaling"):
+        section, where = config.get(name), name
+        if section is None:
+            continue
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{name} must be an object, not {section!r}")
+        if layer_type is not None and layer_type in section:
+            section, where = section[layer_type] or {}, f"{name}.{layer_type}"
+        for key, value in section.items():
+            if isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{where}.{key} holds settings per layer type, which this model does not have"
+                )
+            put(key, tuple(value) if isinstance(value, list) else value, f"{where}.{key}")
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        put(key, config.get(key), key)
+
+    def get(key: str, default: Any = None) -> Any:
+        return settings[key][0] if key in settings else default
+
+    kind = get("rope_type", "default")
+    max_position = int(config.get("max_position_embeddings", 2048))
+    original = get("original_max_position_embeddings", max_position)
+    factor = get("factor")
+    if factor is None:
+        if kind in ("linear", "dynamic", "llama3"):
+            raise ConfigError(f"rope type {kind!r} needs a factor")
+        factor = max_position / original if kind in ("yarn", "longrope") else 1.0
+    if kind == "llama3":
+        for key in ("low_freq_factor", "high_freq_factor"):
+            if key not in settings:
+                raise ConfigError(f"rope type 'llama3' needs {key}")
+    return RopeConfig(
+        kind=kind,
+        theta=float(get("rope_theta", default_theta)),
+        max_position=max_position,
+        context=context,
+        rotary_fraction=float(get("partial_rotary_factor", 1.0)),
+        factor=float(factor),
+        original_max_position=int(original) if kind in _PRETRAINED else None,
+        attention_factor=get("attention_factor"),
+        low_freq_factor=float(get("low_freq_factor", 1.0)),
+        high_freq_factor=float(get("high_freq_factor", 4.0)),
+        beta_fast=float(get("beta_fast", 32.0)),
+        beta_slow=float(get("beta_slow", 1.0)),
+        mscale=get("mscale"),
+        mscale_all_dim=get("mscale_all_dim"),
+        truncate=bool(get("truncate", True)),
+        short_factor=get("short_factor", ()),
+        long_factor=get("long_factor", ()),
+    )
