@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from eaglejax.speculate.generate import (
     LARGEST_PREFILL,
     ROUNDS_A_CHUNK,
     BatchDecoder,
+    DecodeOptions,
     Generation,
     Piece,
     Request,
@@ -40,8 +40,8 @@ def _is_single(prompts: Any) -> bool:
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
-    """Token ids of a text (with the model's own leading tokens), of messages (through the target's chat template,
-    ready for the answer), or of ids (as they are). Raises RequestError for anything else."""
+    """Token ids of a text (with the model's own leading tokens), of messages (through the target's chat
+    template, ready for the answer), or of ids (as they are). Raises RequestError for anything else."""
     if isinstance(prompt, str):
         if not prompt:
             raise RequestError("the prompt is empty; give some text")
@@ -53,7 +53,9 @@ def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
             if not isinstance(m.get("role"), str) or "content" not in m:
                 raise RequestError(f"message {n} needs 'role' and 'content'; it has {sorted(m)}")
         return tuple(_tokenizer(target).apply_chat_template(list(prompt), add_generation_prompt=True))
-    raise RequestError(f"a prompt is a text, a list of token ids or a list of messages, not {type(prompt).__name__}")
+    raise RequestError(
+        f"a prompt is a text, a list of token ids or a list of messages, not {type(prompt).__name__}"
+    )
 
 
 def _tokenizer(target: Target) -> Any:
@@ -76,32 +78,25 @@ def _failed(error: str) -> Generation:
     return Generation("", [], "error", None, Stats(), 0, error)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """Everything about a call but its prompts."""
-
-    target: Target
-    bound: Bound
-    options: dict[str, Any]
-
-
-def _job(target: Target, proposer: Proposer | Bound | None, options: dict[str, Any]) -> _Job:
+def _decoder(
+    target: Target,
+    proposer: Proposer | Bound | None,
+    requests: Sequence[Request],
+    batch: int,
+    options: DecodeOptions,
+) -> BatchDecoder:
     proposer = Autoregressive() if proposer is None else proposer
     bound = proposer if isinstance(proposer, Bound) else Bound(proposer)
-    return _Job(target, bound, options)
-
-
-def _decoder(job: _Job, requests: Sequence[Request], batch: int) -> BatchDecoder:
-    params, predictions = job.bound.params, [r.prediction for r in requests]
-    prepare = getattr(job.bound.proposer, "prepare", None)
+    params, predictions = bound.params, [r.prediction for r in requests]
+    prepare = getattr(bound.proposer, "prepare", None)
     if prepare is not None:
         params = prepare([None if p is None else list(p) for p in predictions], batch)
     elif any(p is not None for p in predictions):
         raise ConfigError(
-            f"predictions are given but {type(job.bound.proposer).__name__} does not use them; "
+            f"predictions are given but {type(bound.proposer).__name__} does not use them; "
             "decode with proposer=Prediction(...)"
         )
-    return BatchDecoder(job.target, job.bound.proposer, params, requests, batch=batch, **job.options)
+    return BatchDecoder(target, bound.proposer, params, requests, batch=batch, options=options)
 
 
 def generate(
@@ -124,39 +119,34 @@ def generate(
 ) -> Any:
     """Decode prompts; the output's law is the target's whatever the proposer.
 
-    ``prompts``: a text, token ids or messages (one Generation comes back), or a list of such (a list comes back).
-    ``proposer``: who guesses (None: plain autoregressive decoding). ``sampling``: one for all, or one each; None is greedy. A
-    row's draws depend on its own seed alone. ``predictions``: text or token ids that each answer will mostly
-    repeat, for proposers that use them. ``stop``: strings that end an answer. ``batch_size``: rows decoded together.
-    ``verification``: "token", or "block" for chains (Sun et al., 2025). ``on_error``: "raise", or "return" a
-    Generation whose ``error`` says why, so that one bad prompt does not cost the others. ``rounds_a_chunk``: rounds
-    between looks at the host (stop strings, streaming). ``cache_dtype``: of keys and values (None: the target's).
-    Raises ConfigError for options that cannot be and RequestError for a prompt that cannot be served.
+    ``prompts``: a text, token ids or messages (one Generation comes back), or a list of such (a list comes
+    back). ``proposer``: who guesses (None: plain autoregressive decoding). ``sampling``: one for all, or one
+    each; None is greedy. A row's draws depend on its own seed alone. ``predictions``: text or token ids that
+    each answer will mostly repeat, for proposers that use them. ``stop``: strings that end an answer.
+    ``batch_size``: rows decoded together. ``verification``: "token", or "block" for chains (Sun et al.,
+    2025). ``on_error``: "raise", or "return" a Generation whose ``error`` says why, so that one bad prompt
+    does not cost the others. ``rounds_a_chunk``: rounds between looks at the host (stop strings, streaming).
+    ``cache_dtype``: of keys and values (None: the target's). Raises ConfigError for options that cannot be
+    and RequestError for a prompt that cannot be served.
     """
     if on_error not in ("raise", "return"):
         raise ConfigError(f"on_error is {on_error!r}; it is 'raise' or 'return'")
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
-    if rounds_a_chunk < 1 or prefill_width < 1:
-        raise ConfigError("rounds_a_chunk and prefill_width must be at least 1")
+    options = DecodeOptions(verification, logprobs, ignore_eos, rounds_a_chunk, prefill_width, cache_dtype)
     single = _is_single(prompts)
     items: list[Any] = [prompts] if single else list(prompts)  # type: ignore[arg-type]
-    job = _job(
-        target,
-        proposer,
-        {
-            "method": verification,
-            "logprobs": logprobs,
-            "ignore_eos": ignore_eos,
-            "rounds_a_chunk": rounds_a_chunk,
-            "prefill_width": prefill_width,
-            "cache_dtype": cache_dtype,
-        },
-    )
     results: list[Generation | None] = [None] * len(items)
     good: list[tuple[int, Request]] = []
     for n, request in enumerate(
-        _requests(target, items, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, predictions=predictions)
+        _requests(
+            target,
+            items,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            predictions=predictions,
+        )
     ):
         if isinstance(request, Request):
             good.append((n, request))
@@ -166,7 +156,7 @@ def generate(
             results[n] = _failed(str(request))
     for begin in range(0, len(good), batch_size):
         group = good[begin : begin + batch_size]
-        decoder = _decoder(job, [r for _, r in group], min(batch_size, len(good)))
+        decoder = _decoder(target, proposer, [r for _, r in group], min(batch_size, len(good)), options)
         for _ in decoder:
             pass
         for (n, _), result in zip(group, decoder.results(), strict=True):
@@ -204,31 +194,40 @@ def _is_one_prediction(predictions: Any) -> bool:
     return isinstance(predictions, Sequence) and bool(predictions) and isinstance(predictions[0], int)
 
 
-def stream(target: Target, prompt: Prompt, **options: Any) -> Iterator[Piece | Generation]:
-    """Decode one prompt and yield Pieces as their text settles, then the Generation.
+def stream(
+    target: Target,
+    prompt: Prompt,
+    *,
+    proposer: Proposer | Bound | None = None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 256,
+    stop: str | Sequence[str] = (),
+    prediction: Any = None,
+    verification: str = "token",
+    logprobs: bool = False,
+    ignore_eos: bool = False,
+    rounds_a_chunk: int = 4,
+    prefill_width: int = LARGEST_PREFILL,
+    cache_dtype: Any = None,
+) -> Iterator[Piece | Generation]:
+    """Decode one prompt: Pieces as their text settles, then the Generation, whose text is the pieces' joined.
 
-    Options are those of :func:`generate` but ``batch_size`` and ``on_error``. The pieces' texts join to the
-    Generation's text.
+    Options as in :func:`generate`, and the same errors.
     """
-    fields = {k: options.pop(k, None) for k in ("sampling", "predictions")}
-    request = next(
-        iter(
-            _requests(
-                target,
-                [prompt],
-                max_new_tokens=options.pop("max_new_tokens", 256),
-                stop=options.pop("stop", ()),
-                **fields,
-            )
-        )
+    options = DecodeOptions(verification, logprobs, ignore_eos, rounds_a_chunk, prefill_width, cache_dtype)
+    (request,) = _requests(
+        target,
+        [prompt],
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        predictions=None if prediction is None else [prediction],
     )
     if isinstance(request, EaglejaxError):
         raise request
-    method = options.pop("verification", "token")
-    job = _job(target, options.pop("proposer", None), {"method": method, "rounds_a_chunk": 4, **options})
-    decoder = _decoder(job, [request], 1)
+    decoder = _decoder(target, proposer, [request], 1, options)
     yield from decoder
-    result = decoder.results()[0]
+    (result,) = decoder.results()
     if result.error:
         raise EaglejaxError(result.error)
     yield result

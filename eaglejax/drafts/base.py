@@ -1,8 +1,8 @@
 """The one interface between a target and whatever guesses its next tokens.
 
 A *proposer* is a frozen, hashable dataclass of settings (a compile-time constant). Its weights travel as
-``params`` and its memory as ``state``, both pytrees; everything below runs inside one jitted round, so it holds
-no Python state, asks nothing of the host, and has shapes that depend on its settings alone.
+``params`` and its memory as ``state``, both pytrees; everything below runs inside one jitted round, so it
+holds no Python state, asks nothing of the host, and has shapes that depend on its settings alone.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Proposal:
     """The law that the drafts were drawn from.
 
     ``q`` None: drafts are a function of the prefix alone (argmax, top-k, lookup), their law is one-hot.
-    Otherwise ``q`` [B, N, Vd] f32: row i is the law from which the children of node i were drawn, over the draft
-    vocabulary; ``ids`` [Vd] int32 maps it to target ids (None: the same ids; strictly increasing otherwise). ``replacement``: whether siblings are
-    independent draws from the same q (True), or each later sibling is drawn from q without the earlier ones (False).
+    Otherwise ``q`` [B, N, Vd] f32: row i is the law from which the children of node i were drawn, over the
+    draft vocabulary; ``ids`` [Vd] int32 maps it to target ids (None: the same ids; strictly increasing
+    otherwise). ``replacement``: whether siblings are independent draws from the same q (True), or each later
+    sibling is drawn from q without the earlier ones (False).
     """
 
     q: jax.Array | None = None
@@ -47,11 +48,11 @@ class Proposal:
 class Draft:
     """A tree of guesses a row; node 0 is the root, the last committed token.
 
-    ``tokens``, ``parent``, ``depth`` [B, N] int32, ``valid`` [B, N] bool. ``parent[:, 0] == 0``; a parent has a
-    smaller index than its child; siblings are verified in index order. A valid node's parent is valid.
-    ``confidence`` [B, N] f32 or None: the draft's own cumulative probability of each node.
-    ``max_depth`` (D) and ``branching`` (most children of a node) bound every row's tree; ``chain`` says that node
-    i always is the only child of node i-1.
+    ``tokens``, ``parent``, ``depth`` [B, N] int32, ``valid`` [B, N] bool. ``parent[:, 0] == 0``; a parent
+    has a smaller index than its child; siblings are verified in index order. A valid node's parent is valid.
+    ``confidence`` [B, N] f32 or None: the draft's own cumulative probability of each node. ``max_depth`` (D)
+    and ``branching`` (most children of a node) bound every row's tree; ``chain`` says that node i always is
+    the only child of node i-1.
     """
 
     tokens: jax.Array
@@ -69,10 +70,11 @@ class Draft:
 class Observation:
     """What the target has just committed, with the features the proposer asked for.
 
-    ``tokens`` [B, M] int32 sit at positions ``start[b] + i``; the first ``count[b]`` are real (0: none). ``following`` [B, M]
-    is the token after each of them (EAGLE pairs the feature of t with the token t+1); the token after the last real
-    one is the new root. ``aux`` [B, M, A, H] and ``hidden`` [B, M, H] as asked for in ``Needs``, else None.
-    During a round M = D+1 and the tokens are the root and the accepted drafts; during prefill M is the chunk.
+    ``tokens`` [B, M] int32 sit at positions ``start[b] + i``; the first ``count[b]`` are real (0: none).
+    ``following`` [B, M] is the token after each of them (EAGLE pairs the feature of t with the token t+1);
+    the token after the last real one is the new root. ``aux`` [B, M, A, H] and ``hidden`` [B, M, H] as asked
+    for in ``Needs``, else None. During a round M = D+1 and the tokens are the root and the accepted drafts;
+    during prefill M is the chunk.
     """
 
     tokens: jax.Array
@@ -117,6 +119,6 @@ class Proposer(Protocol):
     ) -> tuple[Draft, Any]:
         """Guess what follows ``root`` [B] int32, which sits at position ``lengths`` [B].
 
-        ``keys`` [B] are typed PRNG keys that no one else draws from. Nodes past the row's end may be proposed;
-        the round cuts them.
+        ``keys`` [B] are typed PRNG keys that no one else draws from. Nodes past the row's end may be
+        proposed; the round cuts them.
         """

@@ -1,7 +1,7 @@
 """Topology of a draft tree: who is whose ancestor, and which shape a fixed tree has.
 
-Nodes are numbered so that a parent comes before its children; node 0 is the root (the last committed token) and
-its own parent. Siblings are tried in the order of their numbers.
+Nodes are numbered so that a parent comes before its children; node 0 is the root (the last committed token)
+and its own parent. Siblings are tried in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def ancestors(parent: jax.Array, valid: jax.Array, depth: int) -> jax.Array:
 class StaticTree:
     """A fixed tree shape: ``parent[i]`` and ``rank[i]`` (which child of its parent) of every node.
 
-    Node 0 is the root. Built by :func:`chain` or :func:`from_choices`. Hashable, so it can be a static argument.
+    Node 0 is the root. Built by :func:`chain` or :func:`from_choices`. Hashable, so it can be a static
+    argument.
     """
 
     parent: tuple[int, ...]

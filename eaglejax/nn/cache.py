@@ -1,8 +1,8 @@
 """Key/value cache with a length per row.
 
 Slot s of a row holds the keys and values of the token at position s: committed tokens are always contiguous.
-A forward over N new tokens writes slots ``[length, length + N)`` without moving the length; ``advance`` keeps a
-prefix of them and ``commit`` keeps one path of a tree. What lies behind the length is never read.
+A forward over N new tokens writes slots ``[length, length + N)`` without moving the length; ``advance``
+keeps a prefix of them and ``commit`` keeps one path of a tree. What lies behind the length is never read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from eaglejax import pytree
 class KVCache:
     """Keys and values of every layer.
 
-    ``k``, ``v``: one array a layer, [B, Hkv, S, head_dim]. ``lengths``: [B] int32, committed tokens of each row.
-    The caller guarantees ``lengths + N <= S`` before each forward (see ``generate``'s capacity rule).
+    ``k``, ``v``: one array a layer, [B, Hkv, S, head_dim]. ``lengths``: [B] int32, committed tokens of each
+    row. The caller guarantees ``lengths + N <= S`` before each forward (see ``generate``'s capacity rule).
     """
 
     k: tuple[jax.Array, ...]
@@ -65,9 +65,9 @@ def advance(cache: KVCache, count: jax.Array) -> KVCache:
 def commit(cache: KVCache, path: jax.Array, accepted: jax.Array, *, chain: bool = False) -> KVCache:
     """Keep one root-to-leaf path of the tree written last and move it next to the committed tokens.
 
-    ``path`` [B, D+1] int32: node index at each depth, ``path[:, 0] == 0``; entries beyond ``accepted`` [B] are
-    ignored (but must be valid indices). The row grows by ``accepted + 1``: the root and the accepted drafts.
-    ``chain`` says that node i always sits at depth i, so that nothing has to move.
+    ``path`` [B, D+1] int32: node index at each depth, ``path[:, 0] == 0``; entries beyond ``accepted`` [B]
+    are ignored (but must be valid indices). The row grows by ``accepted + 1``: the root and the accepted
+    drafts. ``chain`` says that node i always sits at depth i, so that nothing has to move.
     """
     if chain:
         return advance(cache, accepted + 1)

@@ -1,8 +1,8 @@
 """Host side of generation: one batch of requests through prefill and chunks of rounds.
 
-The device runs a ``while_loop`` of rounds and returns once a chunk with one record a round; the host turns tokens into
-text, looks for stop strings, and keeps the books. Shapes are bucketed, so that the programs compiled do not depend
-on the text: prompts by chunk, caches by powers of two.
+The device runs a ``while_loop`` of rounds and returns once a chunk with one record a round; the host turns
+tokens into text, looks for stop strings, and keeps the books. Shapes are bucketed, so that the programs
+compiled do not depend on the text: prompts by chunk, caches by powers of two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax import sampling
-from eaglejax.errors import EaglejaxError, RequestError
+from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import metrics, round
@@ -29,7 +29,7 @@ LARGEST_PREFILL = 512
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One row: token ids of the prompt, how to sample, where to stop, and what the answer may mostly repeat."""
+    """One row: the prompt's token ids, how to sample, where to stop, and what the answer may repeat."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -38,13 +38,39 @@ class Request:
     prediction: tuple[int, ...] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeOptions:
+    """How a batch is decoded; nothing here changes the law of the text.
+
+    ``method``: "token" or "block" verification (see ``verify``). ``logprobs``: return log-probabilities.
+    ``ignore_eos``: go on to the token limit. ``rounds_a_chunk``: rounds between looks at the host (stop
+    strings, streaming). ``prefill_width``: most prompt tokens a forward, rounded up to a power of two.
+    ``cache_dtype``: of keys and values (None: the target's dtype). Raises ConfigError.
+    """
+
+    method: str = "token"
+    logprobs: bool = False
+    ignore_eos: bool = False
+    rounds_a_chunk: int = ROUNDS_A_CHUNK
+    prefill_width: int = LARGEST_PREFILL
+    cache_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        if self.method not in ("token", "block"):
+            raise ConfigError(f"verification is {self.method!r}; it is 'token' or 'block'")
+        for name in ("rounds_a_chunk", "prefill_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
 @dataclasses.dataclass
 class Generation:
     """What came of a request.
 
-    ``token_ids`` include the end-of-text id that stopped it; ``text`` does not. ``finish_reason``: "stop" (end of text or a
-    stop string), "length" (max_new_tokens or the context limit), "error" (see ``error``). ``logprobs``: one per token
-    under the target's untransformed law, or None when not asked for. ``prompt_tokens``: length of the prompt.
+    ``token_ids`` include the end-of-text id that stopped it; ``text`` does not. ``finish_reason``: "stop"
+    (end of text or a stop string), "length" (max_new_tokens or the context limit), "error" (see ``error``).
+    ``logprobs``: one per token under the target's untransformed law, or None when not asked for.
+    ``prompt_tokens``: length of the prompt.
     """
 
     text: str
@@ -76,7 +102,7 @@ def check_request(request: Request, context: int, vocab_size: int) -> None:
         raise RequestError("the prompt is empty: it holds no token; give at least one")
     if len(request.prompt) > context:
         raise RequestError(
-            f"the prompt has {len(request.prompt)} tokens but the target's context holds {context}; shorten it"
+            f"the prompt has {len(request.prompt)} tokens but the target's context is {context}; shorten it"
         )
     if request.max_new_tokens < 0:
         raise RequestError(f"max_new_tokens is {request.max_new_tokens}; it must be 0 or more")
@@ -127,7 +153,7 @@ class _Row:
         return Piece(index, text, tokens) if text or tokens else None
 
     def result(self, eos: frozenset[int], depth: int) -> Generation:
-        """The row's Generation; drops the tokens of a stop string from ids, log-probabilities and statistics."""
+        """The row's Generation; a stop string's tokens leave ids, log-probabilities and statistics."""
         keep = self.text.kept_tokens() if self.stopped and self.text else len(self.tokens)
         rounds, left = [], keep - min(self.first_tokens, keep)
         for r in self.rounds:
@@ -159,11 +185,10 @@ class _Row:
 
 
 class BatchDecoder:
-    """Decodes up to ``batch`` requests together.
+    """Decodes up to ``batch`` requests together (None: as many as there are).
 
-    Iterate over it for Pieces as they settle; afterwards ``results()`` gives a Generation a request. ``draft_params``: the
-    proposer's weights. ``prefill_width``: most prompt tokens a forward (rounded up to a power of two).
-    Every request must have passed ``check_request``.
+    Iterate over it for Pieces as they settle; afterwards ``results()`` gives a Generation a request.
+    ``draft_params``: the proposer's weights. Every request must have passed ``check_request``.
     """
 
     def __init__(
@@ -174,27 +199,22 @@ class BatchDecoder:
         requests: Sequence[Request],
         *,
         batch: int | None = None,
-        method: str = "token",
-        logprobs: bool = False,
-        ignore_eos: bool = False,
-        rounds_a_chunk: int = ROUNDS_A_CHUNK,
-        prefill_width: int = LARGEST_PREFILL,
-        cache_dtype: Any = None,
+        options: DecodeOptions = DecodeOptions(),
     ) -> None:
         self._batch = batch or len(requests)
         if not 0 < len(requests) <= self._batch:
             raise EaglejaxError(f"a batch of {self._batch} rows cannot hold {len(requests)} requests")
         self._target = target
-        self._program = round.Program(target.config, proposer, method, logprobs)
+        self._program = round.Program(target.config, proposer, options.method, options.logprobs)
         self._params = round.Params(target.params, draft_params)
         self._requests = list(requests)
-        self._eos = frozenset() if ignore_eos else frozenset(target.eos_ids)
-        self._rounds_a_chunk = rounds_a_chunk
-        self._cache_dtype = jnp.dtype(cache_dtype or target.dtype)
-        self._rows = [_Row(r, target.tokenizer, logprobs) for r in self._requests]
+        self._eos = frozenset() if options.ignore_eos else frozenset(target.eos_ids)
+        self._rounds_a_chunk = options.rounds_a_chunk
+        self._cache_dtype = jnp.dtype(options.cache_dtype or target.dtype)
+        self._rows = [_Row(r, target.tokenizer, options.logprobs) for r in self._requests]
 
         longest = max(len(r.prompt) for r in self._requests)
-        self._width = min(power_of_two(prefill_width, 1), power_of_two(longest, 16))
+        self._width = min(power_of_two(options.prefill_width, 1), power_of_two(longest, 16))
         budgets = [min(r.max_new_tokens, target.context - len(r.prompt)) for r in self._requests]
         reach = max(len(r.prompt) + b for r, b in zip(self._requests, budgets, strict=True)) + proposer.nodes
         # A padded prefill chunk is written whole, behind the longest prompt too.

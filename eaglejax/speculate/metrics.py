@@ -1,8 +1,9 @@
 """Acceptance and speed, defined once.
 
-A row's history is a list of rounds; each emitted ``count`` tokens, of which ``accepted`` were drafts, out of ``drafted``
-proposed nodes that reached depth ``reach``. Counts are trimmed exactly as the text is (end of text, stop strings,
-limits). The prompt's forward, which yields the first token, counts on neither side of any ratio.
+A row's history is a list of rounds; each emitted ``count`` tokens, of which ``accepted`` were drafts, out of
+``drafted`` proposed nodes that reached depth ``reach``. Counts are trimmed exactly as the text is (end of
+text, stop strings, limits). The prompt's forward, which yields the first token, counts on neither side of
+any ratio.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Stats:
 
     ``target_forwards``: rounds that emitted something. ``num_drafts``: rounds that proposed something.
     ``num_draft_tokens``: proposed nodes (root excluded). ``num_accepted_tokens``: drafts that became text.
-    ``round_tokens``: tokens emitted by rounds. ``num_tokens``: all emitted tokens, the prefill's first included.
-    ``accepted_at[i]``: rounds that accepted at least i + 1 drafts; ``reached_at[i]``: rounds that accepted i drafts
-    and had proposed a deeper node. ``seconds``: wall time from start of the prompt's forward to the last
-    token; ``first_seconds``: to the first token.
+    ``round_tokens``: tokens emitted by rounds. ``num_tokens``: all emitted tokens, the prefill's first
+    included. ``accepted_at[i]``: rounds that accepted at least i + 1 drafts; ``reached_at[i]``: rounds that
+    accepted i drafts and had proposed a deeper node. ``seconds``: wall time from start of the prompt's
+    forward to the last token; ``first_seconds``: to the first token.
     """
 
     num_tokens: int = 0
@@ -61,7 +62,7 @@ class Stats:
 
     @property
     def n_alpha(self) -> list[float]:
-        """Conditional acceptance at each position given that all before were accepted (EAGLE papers' n-alpha)."""
+        """Acceptance at each position given that all before were accepted (EAGLE papers' n-alpha)."""
         return [a / r if r else 0.0 for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
 
     @property
@@ -106,7 +107,7 @@ class Stats:
 def from_rounds(
     rounds: Sequence[Round], *, depth: int, first_tokens: int, seconds: float, first_seconds: float
 ) -> Stats:
-    """Statistics of one row. ``depth``: D of the proposer. ``first_tokens``: 1 if the prefill's token was kept."""
+    """Statistics of one row. ``depth``: D. ``first_tokens``: 1 if the prefill's token was kept."""
     live = [r for r in rounds if r.count > 0]
     return Stats(
         num_tokens=first_tokens + sum(r.count for r in live),
@@ -129,7 +130,9 @@ def total(stats: Iterable[Stats]) -> Stats:
     depth = max((len(s.accepted_at) for s in items), default=0)
 
     def column(name: str) -> tuple[int, ...]:
-        return tuple(sum(getattr(s, name)[i] for s in items if i < len(getattr(s, name))) for i in range(depth))
+        return tuple(
+            sum(getattr(s, name)[i] for s in items if i < len(getattr(s, name))) for i in range(depth)
+        )
 
     plain = [f.name for f in dataclasses.fields(Stats) if f.name not in ("accepted_at", "reached_at")]
     sums = {name: sum(getattr(s, name) for s in items) for name in plain}

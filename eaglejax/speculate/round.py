@@ -2,10 +2,10 @@
 
     root -> propose a tree -> one target forward over it -> verify -> commit -> emit -> observe
 
-The root is the last emitted token; it is not in the cache yet and sits at position ``cache.lengths``. A round that
-accepts ``a`` drafts commits ``a + 1`` tokens (the root and the drafts) and emits ``a + 1`` (the drafts and the new
-root), so it always moves on. Without guesses (N = 1) the same round is plain autoregressive decoding, which is why
-both share one sampler, one stop rule and one law.
+The root is the last emitted token; it is not in the cache yet and sits at position ``cache.lengths``. A
+round that accepts ``a`` drafts commits ``a + 1`` tokens (the root and the drafts) and emits ``a + 1`` (the
+drafts and the new root), so it always moves on. Without guesses (N = 1) the same round is plain
+autoregressive decoding, which is why both share one sampler, one stop rule and one law.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Params:
 class DecodeState:
     """Everything that a round changes; donated to it.
 
-    ``cache``: the target's; ``proposer``: the proposer's own state; ``rows``: sampling settings, keys and token
-    counts; ``root``, ``emitted``, ``budget`` [B] int32: last token, tokens emitted, most tokens a row may emit;
-    ``done`` [B] bool; ``eos`` [E] int32: ids that end a row.
+    ``cache``: the target's; ``proposer``: the proposer's own state; ``rows``: sampling settings, keys and
+    token counts; ``root``, ``emitted``, ``budget`` [B] int32: last token, tokens emitted, most tokens a row
+    may emit; ``done`` [B] bool; ``eos`` [E] int32: ids that end a row.
     """
 
     cache: KVCache
@@ -68,10 +68,10 @@ class DecodeState:
 class Record:
     """What a round gave. All statistics come from these.
 
-    ``tokens`` [B, D+1] int32, of which ``count`` [B] are real (0 for a row that was done); ``accepted`` [B]: drafts
-    among them; ``drafted`` [B]: nodes proposed, root excluded; ``reach`` [B]: depth of the deepest proposed node;
-    ``finite`` [B] bool: the target's logits were finite; ``logprobs`` [B, D+1] f32 or None: log-probability of each
-    token under the target before any sampling transform.
+    ``tokens`` [B, D+1] int32, of which ``count`` [B] are real (0 for a row that was done); ``accepted`` [B]:
+    drafts among them; ``drafted`` [B]: nodes proposed, root excluded; ``reach`` [B]: depth of the deepest
+    proposed node; ``finite`` [B] bool: the target's logits were finite; ``logprobs`` [B, D+1] f32 or None:
+    log-probability of each token under the target before any sampling transform.
     """
 
     tokens: jax.Array
@@ -109,7 +109,7 @@ def init_state(
 
 
 def _keep(state: DecodeState, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cut ``tokens`` [B, M] at the first end-of-text id and at the row's budget: (tokens kept [B], row ended [B])."""
+    """Cut ``tokens`` [B, M] at an end-of-text id and at the budget: (tokens kept [B], row ended [B])."""
     steps = jnp.arange(tokens.shape[1])
     ends = (tokens[:, :, None] == state.eos).any(-1) & (steps < count[:, None])
     through_end = jnp.where(ends.any(1), jnp.argmax(ends, axis=1) + 1, tokens.shape[1])
@@ -136,8 +136,9 @@ def prefill_chunk(
 ) -> tuple[DecodeState, Record]:
     """Take in the next ``count[b]`` prompt tokens of each row; ``last[b]`` says that the prompt ends here.
 
-    ``tokens``, ``following`` [B, C] int32: the chunk and, for each of its tokens, the next prompt token. A row whose prompt ends emits its
-    first token, drawn as in any round. Chunks are right-padded; padding sees itself alone and stays uncommitted.
+    ``tokens``, ``following`` [B, C] int32: the chunk and, for each of its tokens, the next prompt token. A
+    row whose prompt ends emits its first token, drawn as in any round. Chunks are right-padded; padding sees
+    itself alone and stays uncommitted.
     """
     config, needs = program.config, program.proposer.needs
     lengths = state.cache.lengths
@@ -199,7 +200,8 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
     draft, proposer_state = proposer.propose(
         params.draft, state.proposer, state.root, lengths, rows, sampling.fold(keys, Purpose.DRAFT)
     )
-    # A draft that could not be emitted is no draft: it would sit past the context's end and count in no metric.
+    # A draft that could not be emitted is no draft: it would sit past the context's end and count in no
+    # metric.
     left = jnp.where(state.done, 0, state.budget - state.emitted)
     root_only = jnp.arange(proposer.nodes) == 0
     draft = draft.replace(valid=draft.valid & (draft.depth <= left[:, None]) | root_only)
@@ -244,8 +246,8 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
     )
     newest = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
     state = state.replace(
-        # Rows keep as many cached tokens as they emitted, so that the cache is the committed text but its last
-        # token even where an end cuts the path; a row that was done moves by none.
+        # Rows keep as many cached tokens as they emitted, so that the cache is the committed text but its
+        # last token even where an end cuts the path; a row that was done moves by none.
         cache=commit(out.cache, path, kept - 1, chain=proposer.chain),
         proposer=proposer.observe(params.draft, proposer_state, seen),
         rows=sampling.count_tokens(rows, tokens, kept),

@@ -1,8 +1,8 @@
 """Turning tokens into text as they come, and stop strings.
 
-Text grows token by token; a token may end inside a character, so text is handed out only when it can no longer
-change. Stop strings are looked for in the text, across token and round borders, one token at a time, so that the
-output ends where autoregressive decoding would have ended.
+Text grows token by token; a token may end inside a character, so text is handed out only when it can no
+longer change. Stop strings are looked for in the text, across token and round borders, one token at a time,
+so that the output ends where autoregressive decoding would have ended.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Decodes(Protocol):
 class TextStream:
     """Text of a growing token list.
 
-    Decodes a short window that starts at a token border where text was complete, so that the cost of a token does
-    not grow with the text and word-initial spaces survive.
+    Decodes a short window that starts at a token border where text was complete, so that the cost of a token
+    does not grow with the text and word-initial spaces survive.
     """
 
     def __init__(self, tokenizer: Decodes, stop: Sequence[str] = ()) -> None:
@@ -83,7 +83,7 @@ class TextStream:
         return self._settled + self._tokenizer.decode(self._ids[self._window :])[len(before) :]
 
     def kept_tokens(self) -> int:
-        """Tokens that the text needs: the shortest prefix whose text covers what stands before the stop string."""
+        """Tokens the text needs: the shortest prefix that covers what stands before the stop string."""
         if self.stopped_at is None:
             return len(self._ids)
         if self.stopped_at == 0:
