@@ -1,0 +1,434 @@
+"""The one sampling transform: what a user asks for, the law it gives, and every draw from it.
+
+Order: logit bias -> repetition, presence and frequency penalties (:func:`process`) -> temperature -> top-k
+-> top-p -> min-p -> softmax (:func:`law`). Autoregressive decoding, drafting and verification all use these
+functions, so a law is the same wherever it is computed. Laws are f32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax import pytree
+from eaglejax.errors import ConfigError, RequestError
+
+LANES = 128
+"""Width of the blocks in which a vocabulary is summed, so that 1e5 small terms are not lost beside a large one."""
+
+HEAD = 256
+"""Largest logits that are sorted on a CPU before a cut is searched for by bisection."""
+
+
+class Purpose(enum.IntEnum):
+    """What a key is for; folded into a round's key so that no two purposes share draws."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+    BONUS = 3
+
+
+def _number(name: str, value: Any, low: float, high: float, allowed: str, *, whole: bool = False) -> None:
+    kinds: tuple[type, ...] = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+    good = isinstance(value, kinds) and not isinstance(value, bool | np.bool_)
+    if not good or not low <= value <= high:  # NaN fails every comparison
+        raise ConfigError(f"{name}={value!r} cannot be; it must be {allowed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one row are chosen. Raises ConfigError for a value that cannot be.
+
+    ``temperature`` 0 is greedy: the lowest id among the largest processed logits, whatever the filters say.
+    ``top_k`` 0 or None, ``top_p`` 1 and ``min_p`` 0 are off; a ``top_k`` past the vocabulary is off too.
+    ``min_p`` is relative to the largest probability. ``repetition_penalty`` divides positive and multiplies
+    negative logits of every token in the prompt or the text so far (CTRL, arXiv:1909.05858);
+    ``presence_penalty`` and ``frequency_penalty`` are subtracted from generated tokens once, or once an
+    occurrence. ``logit_bias`` maps a token id to a number added to its logit (``-inf`` bans it). ``seed``
+    None: a fresh one for every run.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        big = float(np.finfo(np.float32).max)
+        _number("temperature", self.temperature, 0.0, big, "a finite number, 0 (greedy) or more")
+        if self.top_k is not None:
+            whole = "a whole number, 0 or None (off) or more"
+            _number("top_k", self.top_k, 0, 2**31 - 1, whole, whole=True)
+        _number("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1 (off)")
+        if self.top_p <= 0.0:
+            raise ConfigError(f"top_p={self.top_p!r} keeps no token; it must be above 0 and at most 1 (off)")
+        _number("min_p", self.min_p, 0.0, 1.0, "a number from 0 (off) to 1")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, big, "a finite number above 0 (1 is off)")
+        if self.repetition_penalty <= 0.0:
+            raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} must be above 0 (1 is off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), -big, big, "a finite number (0 is off)")
+        if self.seed is not None:
+            _number("seed", self.seed, 0, 2**64 - 1, "None or a whole number from 0 to 2**64 - 1", whole=True)
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+
+    @property
+    def penalised(self) -> bool:
+        """Some penalty is on."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def filtered(self) -> bool:
+        """Some filter of the law is on."""
+        return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...] | None:
+    """Pairs sorted by token id, so that equal settings are equal and hashable."""
+    if not bias:
+        return None
+    try:
+        pairs = dict(bias).items()
+    except (TypeError, ValueError):
+        raise ConfigError(f"logit_bias={bias!r} cannot be; it must map token ids to numbers") from None
+    for token, value in pairs:
+        _number(
+            "logit_bias token", token, 0, 2**31 - 1, "a token id, a whole number of 0 or more", whole=True
+        )
+        big = float(np.finfo(np.float32).max)
+        _number(f"logit_bias[{token}]", value, -math.inf, big, "a finite number, or -inf to ban the token")
+    return tuple(sorted((int(token), float(value)) for token, value in pairs))
+
+
+@pytree.dataclass
+class RowSampling:
+    """The settings of every row of a batch, one array a field; built by :func:`rows`.
+
+    [B] f32 (``top_k`` int32): the fields of :class:`Sampling`. ``keys`` [B] typed PRNG keys, each from its
+    row's own seed. ``bias`` [B, V] f32 or None. ``counts`` [B, V] int32 or None: how often each token has
+    been generated, the root included. ``in_prompt`` [B, V] bool or None. The static flags say that some row
+    needs a step; they skip work and never change a row's result.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    keys: jax.Array
+    bias: jax.Array | None = None
+    counts: jax.Array | None = None
+    in_prompt: jax.Array | None = None
+    sampled: bool = pytree.static(default=True)
+    filtered: bool = pytree.static(default=True)
+    penalised: bool = pytree.static(default=False)
+    biased: bool = pytree.static(default=False)
+
+
+def rows(
+    samplings: Sequence[Sampling], vocab_size: int, prompts: Sequence[Sequence[int]] | None = None
+) -> RowSampling:
+    """Settings of a batch over a vocabulary of ``vocab_size`` (V) tokens.
+
+    ``prompts``: token ids of every row, read by the repetition penalty alone. Raises ConfigError for a
+    biased token outside the vocabulary, a bias that bans every token, or a repetition penalty without
+    prompts; RequestError for a prompt token outside the vocabulary.
+    """
+    if not samplings:
+        raise ConfigError("a batch needs at least one row of sampling settings")
+    if prompts is not None and len(prompts) != len(samplings):
+        raise ConfigError(f"{len(samplings)} sampling settings for {len(prompts)} prompts; give one a prompt")
+    penalised, biased = any(s.penalised for s in samplings), any(s.logit_bias for s in samplings)
+
+    def column(name: str) -> jax.Array:
+        return jnp.asarray([getattr(s, name) for s in samplings], jnp.float32)
+
+    # A positive temperature stays positive in f32, where denormals may flush to zero.
+    tiny = np.finfo(np.float32).tiny
+    heat = [max(s.temperature, tiny) if s.temperature > 0 else 0.0 for s in samplings]
+    seeds = [secrets.randbits(64) if s.seed is None else int(s.seed) for s in samplings]
+    words = np.asarray([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
+    shape = (len(samplings), vocab_size)
+    return RowSampling(
+        temperature=jnp.asarray(heat, jnp.float32),
+        top_k=jnp.asarray([s.top_k or 0 for s in samplings], jnp.int32),
+        top_p=column("top_p"),
+        min_p=column("min_p"),
+        repetition=column("repetition_penalty"),
+        presence=column("presence_penalty"),
+        frequency=column("frequency_penalty"),
+        keys=jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32"),
+        bias=jnp.asarray(_bias_table(samplings, vocab_size)) if biased else None,
+        counts=jnp.zeros(shape, jnp.int32) if penalised else None,
+        in_prompt=jnp.asarray(_prompt_table(samplings, vocab_size, prompts)) if penalised else None,
+        sampled=any(s.temperature > 0 for s in samplings),
+        filtered=any(s.temperature > 0 and s.filtered for s in samplings),
+        penalised=penalised,
+        biased=biased,
+    )
+
+
+def _bias_table(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:
+    table = np.zeros((len(samplings), vocab_size), np.float32)
+    for row, sampling in enumerate(samplings):
+        for token, value in sampling.logit_bias or ():
+            if token >= vocab_size:
+                raise ConfigError(f"logit_bias names token {token}; the vocabulary ends at {vocab_size - 1}")
+            table[row, token] = value
+        if np.isneginf(table[row]).all():
+            raise ConfigError("logit_bias bans every token of the vocabulary; leave at least one")
+    return table
+
+
+def _prompt_table(
+    samplings: Sequence[Sampling], vocab_size: int, prompts: Sequence[Sequence[int]] | None
+) -> np.ndarray:
+    table = np.zeros((len(samplings), vocab_size), bool)
+    if prompts is None:
+        if any(s.repetition_penalty != 1.0 for s in samplings):
+            raise ConfigError("repetition_penalty counts the prompt's tokens too; give the prompts")
+        return table
+    for row, prompt in enumerate(prompts):
+        ids = np.asarray(prompt, np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+            raise RequestError(f"prompt {row} holds a token outside the vocabulary of {vocab_size} tokens")
+        table[row, ids] = True
+    return table
+
+
+def count_tokens(rows: RowSampling, tokens: jax.Array, count: jax.Array) -> RowSampling:
+    """Count ``tokens`` [B, M], of which the first ``count`` [B] are real, as generated."""
+    if rows.counts is None:
+        return rows
+    real = jnp.arange(tokens.shape[1])[None, :] < count[:, None]
+    row = jnp.arange(tokens.shape[0])[:, None]
+    return rows.replace(counts=rows.counts.at[row, tokens].add(real.astype(jnp.int32), mode="drop"))
+
+
+def _spread(per_row: jax.Array, like: jax.Array) -> jax.Array:
+    """[B] shaped to broadcast against ``like`` [B, ...]."""
+    return per_row.reshape(per_row.shape + (1,) * (like.ndim - 1))
+
+
+def _penalise(logits: jax.Array, count: jax.Array, in_prompt: jax.Array, rows: RowSampling) -> jax.Array:
+    """Penalties on ``logits`` [B, ...] of tokens generated ``count`` times."""
+    repetition = _spread(rows.repetition, logits)
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(in_prompt | (count > 0), repeated, logits)
+    presence = jnp.where(count > 0, _spread(rows.presence, logits), 0.0)
+    return logits - presence - _spread(rows.frequency, logits) * count
+
+
+def process(
+    logits: jax.Array,
+    rows: RowSampling,
+    tokens: jax.Array | None = None,
+    ancestors: jax.Array | None = None,
+) -> jax.Array:
+    """Bias and penalties: ``logits`` [B, N, V] -> [B, N, V] f32.
+
+    A node's penalties count the generated tokens and its own and its ancestors' ``tokens`` [B, N], as
+    ``ancestors`` [B, N, N] (ancestor-or-self) says; node 0, the root, already is in ``rows.counts``.
+    Without tokens every node is penalised for the generated tokens alone.
+    """
+    logits = logits.astype(jnp.float32)
+    if rows.biased:
+        assert rows.bias is not None
+        logits = logits + rows.bias[:, None, :]
+    if not rows.penalised:
+        return logits
+    assert rows.counts is not None
+    assert rows.in_prompt is not None
+    out = _penalise(logits, rows.counts[:, None, :], rows.in_prompt[:, None, :], rows)
+    if tokens is None or ancestors is None or tokens.shape[1] == 1:
+        return out
+    # Only the ancestors' own tokens differ from row to row of the tree: N x N values rather than N x V
+    # counts.
+    batch, nodes = tokens.shape
+    above = ancestors.at[:, :, 0].set(False)
+    same = (tokens[:, :, None] == tokens[:, None, :]).astype(jnp.int32)
+    count = jnp.einsum("bik,bkj->bij", above.astype(jnp.int32), same)
+    count = count + jnp.take_along_axis(rows.counts, tokens, axis=1)[:, None, :]
+    seen = jnp.take_along_axis(rows.in_prompt, tokens, axis=1)[:, None, :]
+    where = jnp.broadcast_to(tokens[:, None, :], above.shape)
+    value = _penalise(jnp.take_along_axis(logits, where, axis=2), count, seen, rows)
+    # A node that is no ancestor writes nowhere.
+    where = jnp.where(above, where, logits.shape[-1])
+    row, node = jnp.arange(batch)[:, None, None], jnp.arange(nodes)[None, :, None]
+    return out.at[row, node, where].set(value, mode="drop")
+
+
+def _blocks(x: jax.Array, fill: float) -> jax.Array:
+    """[..., V] -> [..., V / LANES, LANES], the last block filled up."""
+    short = -x.shape[-1] % LANES
+    if short:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)], constant_values=fill)
+    return x.reshape(*x.shape[:-1], -1, LANES)
+
+
+def mass(weights: jax.Array) -> jax.Array:
+    """Sum over the last axis, in blocks: adding 1e5 small terms to one large f32 would lose them."""
+    return jnp.sum(jnp.sum(_blocks(weights, 0.0), axis=-2), axis=-1)
+
+
+@pytree.dataclass
+class Cut:
+    """A law as scalars [B, ...] from which, and its logit, a token's probability follows.
+
+    ``peak``: largest logit; ``edge``: smallest logit that top-k and top-p keep; ``total``: mass of what is
+    kept, in units of the most likely token's.
+    """
+
+    peak: jax.Array
+    edge: jax.Array
+    total: jax.Array
+
+
+def weigh(logits: jax.Array, peak: jax.Array, edge: jax.Array, rows: RowSampling) -> jax.Array:
+    """Unnormalised probabilities of ``logits`` [B, ...] at sampled rows; ``peak`` and ``edge`` broadcast.
+
+    The most likely token weighs 1. A greedy row is treated as temperature 1 and has to be replaced.
+    """
+    temperature = _spread(jnp.where(rows.temperature > 0, rows.temperature, 1.0), logits)
+    # The difference comes first: dividing large logits by a small temperature would give inf - inf.
+    weights = jnp.exp((logits - jnp.where(jnp.isfinite(peak), peak, 0.0)) / temperature)
+    if not rows.filtered:
+        return weights
+    return jnp.where((logits >= edge) & (weights >= _spread(rows.min_p, logits)), weights, 0.0)
+
+
+def cut(processed: jax.Array, rows: RowSampling) -> Cut:
+    """Scalars of the laws of ``processed`` [B, ..., V]. Ties at the k-th value and the top-p edge are kept.
+
+    Top-k keeps a token while fewer than k are larger; top-p while the larger ones hold less than p of the
+    mass that top-k left.
+    """
+    peak = jnp.max(processed, axis=-1)
+    edge = jnp.full_like(peak, -jnp.inf)
+    if rows.filtered:
+        live = rows.temperature > 0
+        ones = jnp.ones_like(processed)
+        on = live & (rows.top_k > 0) & (rows.top_k < processed.shape[-1])
+        edge = _edge(processed, ones, _spread(rows.top_k, peak).astype(jnp.float32), edge, on)
+        plain = rows.replace(min_p=jnp.zeros_like(rows.min_p))
+        weights = weigh(processed, peak[..., None], edge[..., None], plain)
+        budget = _spread(rows.top_p, peak) * mass(weights)
+        edge = _edge(processed, weights, budget, edge, live & (rows.top_p < 1.0))
+    return Cut(peak, edge, mass(weigh(processed, peak[..., None], edge[..., None], rows)))
+
+
+def _edge(
+    logits: jax.Array, weights: jax.Array, budget: jax.Array, floor: jax.Array, on: jax.Array
+) -> jax.Array:
+    """Smallest logit z, at least ``floor`` [B, ...], such that tokens above z weigh less than ``budget``.
+
+    Rows not ``on`` [B] keep their floor. Exact: bisection over the bit patterns of f32, which sort like
+    integers; nothing of size V is sorted.
+    """
+    on = jnp.broadcast_to(_spread(on, budget), budget.shape)
+
+    def search() -> jax.Array:
+        low, high = _sort_key(floor), _sort_key(jnp.max(logits, axis=-1))
+
+        def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = state
+            middle = (low >> 1) + (high >> 1) + (low & high & 1)
+            above = logits > _from_sort_key(middle)[..., None]
+            enough = mass(jnp.where(above, weights, 0.0)) >= budget
+            return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+        def unsettled(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return jnp.any(on & (state[1] > state[0] + 1))
+
+        _, high = jax.lax.while_loop(unsettled, step, (low, high))
+        return jnp.where(on, _from_sort_key(high), floor)
+
+    return search()
+
+
+def _sort_key(x: jax.Array) -> jax.Array:
+    """int32 that sorts as f32 does (-0 as 0); undone by :func:`_from_sort_key`."""
+    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _from_sort_key(key: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key), jnp.float32)
+
+
+def law(processed: jax.Array, rows: RowSampling) -> jax.Array:
+    """Probabilities [B, ..., V] f32 of ``processed`` logits [B, ..., V] over any vocabulary, a draft's too.
+
+    Greedy rows are one-hot at the lowest id of the largest logit. A law without support (every logit -inf)
+    is zero everywhere, never NaN.
+    """
+    best = greedy(processed)[..., None] == jnp.arange(processed.shape[-1], dtype=jnp.int32)
+    if not rows.sampled:
+        return best.astype(jnp.float32)
+    c = cut(processed, rows)
+    weights = weigh(processed, c.peak[..., None], c.edge[..., None], rows)
+    probs = weights / jnp.where(c.total > 0, c.total, 1.0)[..., None]
+    return jnp.where(_spread(rows.temperature > 0, probs), probs, best.astype(jnp.float32))
+
+
+def greedy(processed: jax.Array) -> jax.Array:
+    """Lowest id of the largest value: [..., V] -> [...] int32."""
+    blocks = _blocks(processed, -jnp.inf)
+    # The first block that holds the maximum, then its first lane: an argmax over V is many times slower on
+    # a CPU.
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+    lane = jnp.argmax(jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :], axis=-1)
+    return (block * LANES + lane).astype(jnp.int32)
+
+
+def draw(weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """Tokens [...] int32 drawn with ``keys`` [...] from ``weights`` [..., V] f32 >= 0, of any positive sum.
+
+    Inversion in two steps, block then lane, each with a uniform of its own, so that the many rare tokens of
+    a large vocabulary keep their share (one f32 uniform, or f32 Gumbel noise, cannot resolve them). A token
+    of zero weight is never drawn; when all weights are zero the result is 0.
+    """
+    blocks = _blocks(weights, 0.0)
+    uniforms = _uniforms(keys, 2)
+    block = _invert(jnp.sum(blocks, axis=-1), uniforms[..., 0])
+    chosen = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return (block * LANES + _invert(chosen, uniforms[..., 1])).astype(jnp.int32)
+
+
+def _uniforms(keys: jax.Array, count: int) -> jax.Array:
+    """[...] keys -> [..., count] f32 in [0, 1)."""
+    flat = jax.vmap(lambda key: jax.random.uniform(key, (count,), jnp.float32))(keys.reshape(-1))
+    return flat.reshape(*keys.shape, count)
+
+
+def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Index of the first positive weight whose running sum passes ``uniform`` of the whole."""
+    # Rounding may let a parallel running sum grow over a zero weight; only positive ones are looked at.
+    running = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
+    return jnp.argmax(running > (uniform * jnp.max(running, axis=-1))[..., None], axis=-1)
+
+
+def fold(keys: jax.Array, data: jax.Array | int) -> jax.Array:
+    """``fold_in`` of ``data`` (one number, or [B]) into ``keys`` [B]."""
+    return jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(jnp.asarray(data, jnp.uint32), keys.shape))
+
+
+def round_keys(rows: RowSampling, lengths: jax.Array) -> jax.Array:
+    """Keys [B] of the round whose root sits at position ``lengths`` [B], which no other round shares."""
+    return fold(rows.keys, lengths)
