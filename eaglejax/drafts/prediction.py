@@ -1,0 +1,179 @@
+"""Predicted output: the caller hands over text that the answer will mostly repeat (a file to be edited, say).
+
+Every round the end of the committed text is looked for in the prediction, and what stands behind it there
+becomes the draft. That one rule follows the prediction while the two agree and finds the way back after an
+insertion, a deletion or a replacement, and it asks nothing of how the text was cut into tokens: where the
+answer tokenises a word differently (its first token, often), the next few tokens agree again. No weights, no
+draws: the law is one-hot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax import pytree
+from eaglejax.drafts.base import Draft, Needs, Observation, Proposal
+from eaglejax.drafts.ngram import (
+    last_tokens,
+    lookup,
+    remember,
+    require_positive,
+    suffix_overlap,
+    take_from,
+    with_root,
+)
+from eaglejax.drafts.static import chain_draft
+from eaglejax.drafts.tree import StaticTree, chain
+from eaglejax.errors import MismatchError
+from eaglejax.sampling import RowSampling
+
+
+@pytree.dataclass
+class Predictions:
+    """The predicted text of each row: ``tokens`` [B, P] int32, the first ``count`` [B] int32 are real."""
+
+    tokens: jax.Array
+    count: jax.Array
+
+
+@pytree.dataclass
+class PredictionState:
+    """``history`` [B, C] int32: the row's tokens at their positions. ``shift`` [B] int32: where the
+    prediction is being followed, as (place in the prediction) - (position in the row). ``started`` [B] bool:
+    a draft has been made."""
+
+    history: jax.Array
+    shift: jax.Array
+    started: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Drafts from the caller's prediction, a chain of up to ``length`` tokens.
+
+    ``memory``: how many tokens of agreement are told apart. Raises ConfigError for settings below 1.
+
+    The order of preference in a round: the place in the prediction with the longest agreement (ties: the
+    nearest at or after the followed place, then the nearest before it); without any, the row's own earlier
+    text (:func:`~eaglejax.drafts.ngram.lookup`); without that too, the prediction goes on as if the last
+    token had replaced the predicted one.
+    """
+
+    length: int = 15
+    memory: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("length", "memory"):
+            require_positive("Prediction", name, getattr(self, name))
+
+    @property
+    def tree(self) -> StaticTree:
+        """A chain."""
+        return chain(self.length)
+
+    @property
+    def nodes(self) -> int:
+        """N = length + 1."""
+        return self.length + 1
+
+    @property
+    def depth(self) -> int:
+        """D = length."""
+        return self.length
+
+    @property
+    def chain(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing."""
+        return Needs()
+
+    def prepare(self, predictions: Sequence[Sequence[int] | None], batch: int) -> Predictions:
+        """On the host: the predicted token ids of each row as padded arrays, the ``params`` of this proposer.
+
+        ``predictions`` holds one entry a row (None or empty: no prediction; such a row uses prompt lookup
+        alone) and is filled up with empty ones to ``batch`` rows. The width is padded to a power of two of
+        at least 64, so that texts of different lengths share a compilation. Raises MismatchError for more
+        predictions than rows.
+        """
+        if len(predictions) > batch:
+            raise MismatchError(
+                f"{len(predictions)} predictions for a batch of {batch} rows; give one a prompt"
+            )
+        texts = [np.asarray(p if p is not None else [], np.int32) for p in predictions]
+        longest = max((len(t) for t in texts), default=0)
+        width = max(64, 1 << max(longest - 1, 0).bit_length())
+        tokens = np.zeros((batch, width), np.int32)
+        count = np.zeros((batch,), np.int32)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = text
+            count[row] = len(text)
+        return Predictions(tokens=jnp.asarray(tokens), count=jnp.asarray(count))
+
+    def init(self, params: Predictions, *, batch: int, capacity: int) -> PredictionState:
+        """An empty history; the prediction is followed from its start."""
+        if params.tokens.shape[0] != batch:
+            raise MismatchError(
+                f"predictions for {params.tokens.shape[0]} rows do not fit a batch of {batch}"
+            )
+        return PredictionState(
+            history=jnp.zeros((batch, capacity), jnp.int32),
+            shift=jnp.zeros((batch,), jnp.int32),
+            started=jnp.zeros((batch,), bool),
+        )
+
+    def observe(self, params: Predictions, state: PredictionState, seen: Observation) -> PredictionState:
+        """Write the committed tokens at their positions."""
+        del params
+        return state.replace(history=remember(state.history, seen))
+
+    def propose(
+        self,
+        params: Predictions,
+        state: PredictionState,
+        root: jax.Array,
+        lengths: jax.Array,
+        rows: RowSampling,
+        keys: jax.Array,
+    ) -> tuple[Draft, PredictionState]:
+        """What follows the followed place of the prediction, or the row's own earlier text."""
+        del rows, keys
+        text = with_root(state.history, root, lengths)
+        # The first root is the first token of the answer, so it is expected to be the prediction's first.
+        shift = jnp.where(state.started, state.shift, -lengths)
+        expected = jnp.clip(lengths + shift, 0, params.count)
+
+        place = jnp.arange(params.tokens.shape[1])
+        tail = last_tokens(text, lengths, self.memory)
+        # Agreement may reach back before the answer's start; the prompt often ends with the same words.
+        overlap = suffix_overlap(params.tokens, tail, lengths + 1)
+        away = place - expected[:, None]
+        reach = place.shape[0]
+        nearness = jnp.where(away >= 0, 2 * reach - away, reach + away)
+        # The place after the last predicted token offers nothing, so a match that ends there is none.
+        usable = (place + 1 < params.count[:, None]) & (overlap > 0)
+        score = jnp.where(usable, overlap * (2 * reach + 1) + nearness, -1)
+        end = jnp.argmax(score, axis=1).astype(jnp.int32)
+        agreed = jnp.where(usable.any(1), jnp.take_along_axis(overlap, end[:, None], axis=1)[:, 0], 0)
+
+        own, own_count, own_agreed = lookup(
+            text, lengths, length=self.length, max_ngram=self.memory, min_ngram=1
+        )
+        nothing = (agreed == 0) & (own_agreed == 0)
+        start = jnp.where(nothing, expected, end) + 1
+        from_prediction = nothing | (agreed > 0)
+        count = jnp.where(from_prediction, jnp.clip(params.count - start, 0, self.length), own_count)
+        tokens = jnp.where(from_prediction[:, None], take_from(params.tokens, start, self.length), own)
+
+        state = state.replace(
+            shift=jnp.where(agreed > 0, end - lengths, shift), started=jnp.ones_like(state.started)
+        )
+        return chain_draft(self.tree, root, tokens, count, Proposal()), state

@@ -1,0 +1,224 @@
+"""Proposers that do as they are told: simulated acceptance, and known draft laws for tests of losslessness.
+
+:class:`Scripted` is given the text that greedy decoding will produce and how much of it to guess right in
+each round, which makes any acceptance behaviour repeatable (and lets one measure what a draft of a given
+quality would be worth). :class:`ScriptedLaw` draws from fixed tables, so that the law of what it proposes is
+known exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax import pytree, sampling
+from eaglejax.drafts.base import Draft, Needs, Observation, Proposal
+from eaglejax.drafts.ngram import require_positive
+from eaglejax.drafts.static import static_draft
+from eaglejax.drafts.tree import StaticTree
+from eaglejax.errors import ConfigError, MismatchError
+
+
+class _OnTree:
+    """What both proposers share: a fixed tree and no need of features."""
+
+    tree: StaticTree
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return self.tree.nodes
+
+    @property
+    def depth(self) -> int:
+        """D."""
+        return self.tree.depth
+
+    @property
+    def chain(self) -> bool:
+        """Whether the tree is one."""
+        return self.tree.is_chain
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing."""
+        return Needs()
+
+
+@pytree.dataclass
+class Script:
+    """``reference`` [B, T] int32: the token at each position of the row (prompt and continuation).
+    ``goal`` [B, R] int32: the node that round r guesses right up to (0: none); after R rounds it starts
+    again."""
+
+    reference: jax.Array
+    goal: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted(_OnTree):
+    """Guesses the path to the scripted node right and everything else wrong.
+
+    ``tree``: any fixed shape. ``vocab_size``: wrong tokens are the right one plus ``rank + 1``, modulo this;
+    it must exceed the most children of a node by one at least, so that siblings differ (ConfigError). Made
+    for rows that decode greedily: a sampled row may well accept a token that is not in the reference. State:
+    rounds so far, [B] int32.
+    """
+
+    tree: StaticTree
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        require_positive("Scripted", "vocab_size", self.vocab_size)
+        if self.vocab_size <= max(self.tree.rank) + 1:
+            raise ConfigError(
+                f"Scripted: a vocabulary of {self.vocab_size} has too few wrong tokens for "
+                f"{max(self.tree.rank) + 1} siblings; it must exceed their number by one"
+            )
+
+    def script(
+        self,
+        reference: Sequence[Sequence[int]],
+        accept: Sequence[int] | Sequence[Sequence[int]],
+        sibling: Literal["first", "last", "alternate"] = "first",
+    ) -> Script:
+        """On the host: the script of each row.
+
+        ``reference``: all tokens of each row, prompt included. ``accept``: drafts to accept in round 0, 1,
+        ..., for all rows or one list a row (of one length). ``sibling``: which node of that depth the right
+        path leads to: the first, the last, or by turns. Raises ConfigError for a count beyond the tree's
+        depth.
+        """
+        rows = len(reference)
+        counts = np.broadcast_to(np.atleast_2d(np.asarray(accept, np.int64)), (rows, np.shape(accept)[-1]))
+        if counts.min() < 0 or counts.max() > self.depth:
+            raise ConfigError(
+                f"Scripted: accept counts {counts.min()}..{counts.max()} are not within "
+                f"the tree's depths 0..{self.depth}"
+            )
+        depths = np.asarray(self.tree.depths)
+        ends = [np.flatnonzero(depths == d)[[0, -1]] for d in range(self.depth + 1)]
+        goal = np.zeros(counts.shape, np.int32)
+        for (row, turn), count in np.ndenumerate(counts):
+            last = sibling == "last" or (sibling == "alternate" and turn % 2 == 1)
+            goal[row, turn] = ends[count][int(last)]
+        width = max(len(r) for r in reference)
+        tokens = np.zeros((rows, width), np.int32)
+        for row, text in enumerate(reference):
+            tokens[row, : len(text)] = text
+        return Script(reference=jnp.asarray(tokens), goal=jnp.asarray(goal))
+
+    def init(self, params: Script, *, batch: int, capacity: int) -> jax.Array:
+        """Round 0 for every row."""
+        del capacity
+        if params.reference.shape[0] != batch:
+            raise MismatchError(
+                f"a script for {params.reference.shape[0]} rows does not fit a batch of {batch}"
+            )
+        return jnp.zeros((batch,), jnp.int32)
+
+    def observe(self, params: Script, state: jax.Array, seen: Observation) -> jax.Array:
+        """Nothing to remember."""
+        del params, seen
+        return state
+
+    def propose(
+        self,
+        params: Script,
+        state: jax.Array,
+        root: jax.Array,
+        lengths: jax.Array,
+        rows: RowSampling,
+        keys: jax.Array,
+    ) -> tuple[Draft, jax.Array]:
+        """The tree with one right path."""
+        del rows, keys
+        turn = (state % params.goal.shape[1])[:, None]
+        goal = jnp.take_along_axis(params.goal, turn, axis=1)[:, 0]
+        right_path = jnp.asarray(_paths(self.tree))[goal]
+        place = lengths[:, None] + jnp.asarray(self.tree.depths, jnp.int32)
+        right = jnp.take_along_axis(
+            params.reference, jnp.minimum(place, params.reference.shape[1] - 1), axis=1
+        )
+        wrong = (right + 1 + jnp.asarray(self.tree.rank, jnp.int32)) % self.vocab_size
+        tokens = jnp.where(right_path, right, wrong).at[:, 0].set(root)
+        return static_draft(self.tree, tokens, jnp.ones_like(tokens, bool), Proposal()), state + 1
+
+
+def _paths(tree: StaticTree) -> np.ndarray:
+    """[N, N] bool: row i marks the nodes on the way from the root to i, both included."""
+    paths = np.eye(tree.nodes, dtype=bool)
+    for i, p in enumerate(tree.parent[1:], 1):
+        paths[i] |= paths[p]
+    return paths
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedLaw(_OnTree):
+    """Draws the children of a node from a table that depends on the node's position alone.
+
+    ``params``: logits [T, Vd] f32; the children of a node at position t are drawn from ``softmax(params[t %
+    T])``, or are its largest entries where no row of the batch is sampled. ``ids``: the target id of each of
+    the Vd entries, strictly increasing (None: the same ids). ``replacement``: siblings are independent
+    draws, or each is drawn without the earlier ones. Stateless.
+    """
+
+    tree: StaticTree
+    ids: tuple[int, ...] | None = None
+    replacement: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ids is not None and any(a >= b for a, b in zip(self.ids, self.ids[1:], strict=False)):
+            raise ConfigError("ScriptedLaw: ids must be strictly increasing")
+
+    def init(self, params: jax.Array, *, batch: int, capacity: int) -> tuple[()]:
+        """No state."""
+        del params, batch, capacity
+        return ()
+
+    def observe(self, params: jax.Array, state: tuple[()], seen: Observation) -> tuple[()]:
+        """Nothing to remember."""
+        del params, seen
+        return state
+
+    def propose(
+        self,
+        params: jax.Array,
+        state: tuple[()],
+        root: jax.Array,
+        lengths: jax.Array,
+        rows: RowSampling,
+        keys: jax.Array,
+    ) -> tuple[Draft, tuple[()]]:
+        """A tree drawn from the tables; siblings beyond the table's support are not valid."""
+        tree, batch = self.tree, root.shape[0]
+        place = (lengths[:, None] + jnp.asarray(tree.depths, jnp.int32)) % params.shape[0]
+        logits = params[place]
+        likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), params.shape[1], dtype=jnp.float32)
+        q = jnp.where((rows.temperature > 0)[:, None, None], jax.nn.softmax(logits, axis=-1), likeliest)
+        tokens, valid = [root], [jnp.ones((batch,), bool)]
+        for node in range(1, tree.nodes):
+            parent = tree.parent[node]
+            siblings = [i for i in range(1, node) if tree.parent[i] == parent]
+            weight = q[:, parent] if rows.sampled else jax.nn.softmax(logits[:, parent], axis=-1)
+            if not (self.replacement and rows.sampled):
+                for i in siblings:
+                    weight = jnp.where(jnp.arange(params.shape[1]) == tokens[i][:, None], 0.0, weight)
+            mass = weight.sum(-1, keepdims=True)
+            if rows.sampled:
+                drawn = sampling.draw(weight / jnp.where(mass > 0, mass, 1.0), sampling.fold(keys, node))
+            else:
+                drawn = jnp.argmax(weight, axis=-1)
+            tokens.append(drawn.astype(jnp.int32))
+            valid.append(valid[parent] & (mass[:, 0] > 0))
+        drafted = jnp.stack(tokens, axis=1)
+        ids = None if self.ids is None else jnp.asarray(self.ids, jnp.int32)
+        if ids is not None:
+            drafted = ids[jnp.clip(drafted, 0, len(self.ids) - 1)].at[:, 0].set(root)
+        proposal = Proposal(q=q, ids=ids, replacement=self.replacement) if rows.sampled else Proposal()
+        return static_draft(tree, drafted, jnp.stack(valid, axis=1), proposal), state
