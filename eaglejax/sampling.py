@@ -22,7 +22,7 @@ from eaglejax import pytree
 from eaglejax.errors import ConfigError, RequestError
 
 LANES = 128
-"""Width of the blocks in which a vocabulary is summed, so that 1e5 small terms are not lost beside a large one."""
+"""Width of the blocks in which a vocabulary is summed, lest 1e5 small terms get lost beside a large one."""
 
 HEAD = 256
 """Largest logits that are sorted on a CPU before a cut is searched for by bisection."""
@@ -218,7 +218,7 @@ def count_tokens(rows: RowSampling, tokens: jax.Array, count: jax.Array) -> RowS
         return rows
     real = jnp.arange(tokens.shape[1])[None, :] < count[:, None]
     row = jnp.arange(tokens.shape[0])[:, None]
-    return rows.replace(counts=rows.counts.at[row, tokens].add(real.astype(jnp.int32), mode="drop"))
+    return dataclasses.replace(rows, counts=rows.counts.at[row, tokens].add(real.astype(jnp.int32)))
 
 
 def _spread(per_row: jax.Array, like: jax.Array) -> jax.Array:
@@ -326,7 +326,7 @@ def cut(processed: jax.Array, rows: RowSampling) -> Cut:
         ones = jnp.ones_like(processed)
         on = live & (rows.top_k > 0) & (rows.top_k < processed.shape[-1])
         edge = _edge(processed, ones, _spread(rows.top_k, peak).astype(jnp.float32), edge, on)
-        plain = rows.replace(min_p=jnp.zeros_like(rows.min_p))
+        plain = dataclasses.replace(rows, min_p=jnp.zeros_like(rows.min_p))
         weights = weigh(processed, peak[..., None], edge[..., None], plain)
         budget = _spread(rows.top_p, peak) * mass(weights)
         edge = _edge(processed, weights, budget, edge, live & (rows.top_p < 1.0))
@@ -405,13 +405,13 @@ def draw(weights: jax.Array, keys: jax.Array) -> jax.Array:
     of zero weight is never drawn; when all weights are zero the result is 0.
     """
     blocks = _blocks(weights, 0.0)
-    uniforms = _uniforms(keys, 2)
-    block = _invert(jnp.sum(blocks, axis=-1), uniforms[..., 0])
+    luck = uniforms(keys, 2)
+    block = _invert(jnp.sum(blocks, axis=-1), luck[..., 0])
     chosen = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    return (block * LANES + _invert(chosen, uniforms[..., 1])).astype(jnp.int32)
+    return (block * LANES + _invert(chosen, luck[..., 1])).astype(jnp.int32)
 
 
-def _uniforms(keys: jax.Array, count: int) -> jax.Array:
+def uniforms(keys: jax.Array, count: int) -> jax.Array:
     """[...] keys -> [..., count] f32 in [0, 1)."""
     flat = jax.vmap(lambda key: jax.random.uniform(key, (count,), jnp.float32))(keys.reshape(-1))
     return flat.reshape(*keys.shape, count)
