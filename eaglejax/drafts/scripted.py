@@ -22,6 +22,7 @@ from eaglejax.drafts.ngram import require_positive
 from eaglejax.drafts.static import static_draft
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError, MismatchError
+from eaglejax.sampling import RowSampling
 
 
 class _OnTree:
@@ -209,16 +210,15 @@ class ScriptedLaw(_OnTree):
             if not (self.replacement and rows.sampled):
                 for i in siblings:
                     weight = jnp.where(jnp.arange(params.shape[1]) == tokens[i][:, None], 0.0, weight)
-            mass = weight.sum(-1, keepdims=True)
             if rows.sampled:
-                drawn = sampling.draw(weight / jnp.where(mass > 0, mass, 1.0), sampling.fold(keys, node))
+                drawn = sampling.draw(weight, sampling.fold(keys, node))
             else:
                 drawn = jnp.argmax(weight, axis=-1)
             tokens.append(drawn.astype(jnp.int32))
-            valid.append(valid[parent] & (mass[:, 0] > 0))
+            valid.append(valid[parent] & (weight > 0).any(-1))
         drafted = jnp.stack(tokens, axis=1)
         ids = None if self.ids is None else jnp.asarray(self.ids, jnp.int32)
         if ids is not None:
-            drafted = ids[jnp.clip(drafted, 0, len(self.ids) - 1)].at[:, 0].set(root)
+            drafted = jnp.take(ids, drafted, mode="clip").at[:, 0].set(root)
         proposal = Proposal(q=q, ids=ids, replacement=self.replacement) if rows.sampled else Proposal()
         return static_draft(tree, drafted, jnp.stack(valid, axis=1), proposal), state
