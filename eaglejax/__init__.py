@@ -1,46 +1,33 @@
-"""Lossless speculative decoding in JAX. In a notebook: ``import eaglejax as ej``.
+"""Lossless EAGLE-family speculative decoding in JAX.
 
-The names below are imported when they are first used, so that a program that only reads a prompt file or
-prints its help does not start jax.
+    import eaglejax as ej
+
+    target = ej.load_target("demo")
+    out = ej.generate(target, "def fibonacci(n):", proposer=ej.NGram(length=8), max_new_tokens=64)
+    print(out.text, out.stats.mean_acceptance_length)
 """
-
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
 
 from eaglejax import devices
 
-# Before any import of jax: compiler flags are read while it starts.
+# Some settings are read only while jax starts, so this comes before every import that may start it.
 devices.prepare()
 
-if TYPE_CHECKING:
-    from eaglejax.api import generate, load_target, stream
-    from eaglejax.drafts.base import Bound
-    from eaglejax.drafts.draft_model import DraftModel
-    from eaglejax.drafts.ngram import NGram
-    from eaglejax.drafts.prediction import Prediction
-    from eaglejax.models.target import Target
-    from eaglejax.sampling import Sampling
-    from eaglejax.speculate.generate import Generation, Piece
+from eaglejax.api import generate, stream  # noqa: E402
+from eaglejax.drafts.autoregressive import Autoregressive  # noqa: E402
+from eaglejax.drafts.base import Bound  # noqa: E402
+from eaglejax.drafts.ngram import NGram  # noqa: E402
+from eaglejax.drafts.prediction import Prediction  # noqa: E402
+from eaglejax.errors import EaglejaxError  # noqa: E402
+from eaglejax.models.target import Target, load_target, random_target  # noqa: E402
+from eaglejax.sampling import Sampling  # noqa: E402
+from eaglejax.speculate.generate import Generation, Piece  # noqa: E402
 
-_HOMES = {
-    "Bound": "eaglejax.drafts.base",
-    "DraftModel": "eaglejax.drafts.draft_model",
-    "Generation": "eaglejax.speculate.generate",
-    "NGram": "eaglejax.drafts.ngram",
-    "Piece": "eaglejax.speculate.generate",
-    "Prediction": "eaglejax.drafts.prediction",
-    "Sampling": "eaglejax.sampling",
-    "Target": "eaglejax.models.target",
-    "generate": "eaglejax.api",
-    "load_target": "eaglejax.api",
-    "stream": "eaglejax.api",
-}
+__version__ = "0.1.0"
 
 __all__ = [
+    "Autoregressive",
     "Bound",
-    "DraftModel",
+    "EaglejaxError",
     "Generation",
     "NGram",
     "Piece",
@@ -49,17 +36,6 @@ __all__ = [
     "Target",
     "generate",
     "load_target",
+    "random_target",
     "stream",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'eaglejax' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
