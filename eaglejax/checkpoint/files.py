@@ -1,0 +1,46 @@
+"""Small things every file format needs: JSON objects, the cache folder, a progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from eaglejax.errors import CheckpointError
+
+
+def cache_dir() -> Path:
+    """Where downloads and converted weights are kept: ``$EAGLEJAX_CACHE``, else ``~/.cache/eaglejax``."""
+    return Path(os.environ.get("EAGLEJAX_CACHE") or "~/.cache/eaglejax").expanduser()
+
+
+@contextlib.contextmanager
+def progress(text: str, total: int) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr; the body calls the yielded function to advance (by 1, or by a given
+    amount)."""
+    import rich.console
+    import rich.progress
+
+    bar = rich.progress.Progress(console=rich.console.Console(stderr=True), transient=True)
+    with bar:
+        task = bar.add_task(text, total=total)
+        yield lambda amount=1: bar.advance(task, amount)
+
+
+def read_json(path: Path, *, default: Any = None) -> Any:
+    """The JSON object in a file; ``default``, if given, when there is no file. Raises ``CheckpointError``
+    otherwise."""
+    if not path.is_file():
+        if default is not None:
+            return default
+        raise CheckpointError(f"{path} is missing")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
+    return value

@@ -1,0 +1,238 @@
+"""Hugging Face folders: configuration, safetensors (one file or sharded) and the name tables of every
+family."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from eaglejax.checkpoint.files import progress, read_json
+from eaglejax.checkpoint.safetensors_io import SafetensorsFile
+from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Rule, TensorStore, materialize, plan, unflatten
+from eaglejax.errors import CheckpointError
+from eaglejax.models.config import ModelConfig, from_hf
+from eaglejax.models.decoder import param_table
+
+_LAYER = "layers.{l}."
+_ATTENTION = "model.layers.{l}.self_attn."
+_MLP = "model.layers.{l}.mlp."
+_MIXTRAL = "model.layers.{l}.block_sparse_moe."
+
+_COMMON = [
+    Rule("embed", "model.embed_tokens.weight", COPY),
+    Rule("norm", "model.norm.weight", COPY),
+    Rule("head", "lm_head.weight", TRANSPOSE),
+    Rule(_LAYER + "attn_norm", "model.layers.{l}.input_layernorm.weight", COPY),
+    *(Rule(_LAYER + x, f"{_ATTENTION}{x}_proj.weight", TRANSPOSE) for x in "qkvo"),
+    *(Rule(f"{_LAYER}{x}_bias", f"{_ATTENTION}{x}_proj.bias", COPY) for x in "qkvo"),
+    *(Rule(f"{_LAYER}{x}_norm", f"{_ATTENTION}{x}_norm.weight", COPY) for x in "qk"),
+    *(Rule(_LAYER + x, f"{_MLP}{x}_proj.weight", TRANSPOSE) for x in ("gate", "up", "down")),
+    *(Rule(f"{_LAYER}{x}_bias", f"{_MLP}{x}_proj.bias", COPY) for x in ("gate", "up", "down")),
+]
+_PRE_NORM = [Rule(_LAYER + "mlp_norm", "model.layers.{l}.post_attention_layernorm.weight", COPY)]
+_SANDWICH = [
+    Rule(_LAYER + "post_attn_norm", "model.layers.{l}.post_attention_layernorm.weight", COPY),
+    Rule(_LAYER + "mlp_norm", "model.layers.{l}.pre_feedforward_layernorm.weight", COPY),
+    Rule(_LAYER + "post_mlp_norm", "model.layers.{l}.post_feedforward_layernorm.weight", COPY),
+]
+_MIXTRAL_EXPERTS = [
+    Rule(_LAYER + "router", _MIXTRAL + "gate.weight", TRANSPOSE),
+    Rule(_LAYER + "experts.gate", _MIXTRAL + "experts.{e}.w1.weight", TRANSPOSE),
+    Rule(_LAYER + "experts.up", _MIXTRAL + "experts.{e}.w3.weight", TRANSPOSE),
+    Rule(_LAYER + "experts.down", _MIXTRAL + "experts.{e}.w2.weight", TRANSPOSE),
+]
+_QWEN_EXPERTS = [
+    Rule(_LAYER + "router", _MLP + "gate.weight", TRANSPOSE),
+    *(
+        Rule(f"{_LAYER}experts.{x}", _MLP + f"experts.{{e}}.{x}_proj.weight", TRANSPOSE)
+        for x in ("gate", "up", "down")
+    ),
+]
+
+RULES: dict[str, list[Rule]] = {
+    "llama": _COMMON + _PRE_NORM,
+    "mistral": _COMMON + _PRE_NORM,
+    "mixtral": _COMMON + _PRE_NORM + _MIXTRAL_EXPERTS,
+    "qwen2": _COMMON + _PRE_NORM,
+    "qwen3": _COMMON + _PRE_NORM,
+    "qwen3_moe": _COMMON + _PRE_NORM + _QWEN_EXPERTS,
+    "gemma3_text": _COMMON + _SANDWICH,
+}
+"""``ModelConfig.family`` -> name table, in the names of ``*ForCausalLM``."""
+
+IGNORABLE = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+"""Buffers that old checkpoints carry; they follow from the configuration."""
+
+IGNORABLE_OF: dict[str, tuple[str, ...]] = {
+    "gemma3_text": (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+}
+"""The other towers of checkpoints whose language model is read."""
+
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+_HEADS = ("language_model.lm_head.weight", "lm_head.weight")
+
+
+class NormalizedStore:
+    """A safetensors store whose names are those of ``*ForCausalLM``, whatever wrapper the checkpoint was
+    saved from.
+
+    Known schemes: ``model.x``, ``x`` alone (the bare decoder), ``language_model.model.x`` and
+    ``model.language_model.x`` (inside a multimodal model). Raises ``CheckpointError`` when two tensors get
+    one name.
+    """
+
+    def __init__(self, files: SafetensorsFile, where: str) -> None:
+        self._files = files
+        self._stored: dict[str, str] = {}
+        for name in files.names():
+            plain = _plain_name(name)
+            if plain in self._stored:
+                raise CheckpointError(f"{where} holds {plain} twice: as {self._stored[plain]!r} and {name!r}")
+            self._stored[plain] = name
+
+    def names(self) -> Any:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.shape(self._stored[name])
+
+    def rows(self, name: str, start: int, stop: int) -> Any:
+        return self._files.rows(self._stored[name], start, stop)
+
+
+def _plain_name(name: str) -> str:
+    if name in _HEADS:
+        return "lm_head.weight"
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    return "model." + name if name.startswith(("layers.", "embed_tokens.", "norm.", "rotary_emb.")) else name
+
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def open_weights(folder: Path) -> SafetensorsFile:
+    """The weights of a folder: those its index names, else its one safetensors file.
+
+    Raises ``CheckpointError`` naming what is missing: a shard, a tensor that the index promises, or all
+    weights.
+    """
+    index_path = folder / INDEX
+    if index_path.is_file():
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, Mapping) or not weight_map:
+            raise CheckpointError(f"{index_path} has no weight_map")
+        shards = sorted(set(weight_map.values()))
+        absent = [shard for shard in shards if not (folder / shard).is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{folder} lacks {', '.join(absent)}: {INDEX} names {len(shards)} shards; copy or download "
+                "the rest"
+            )
+        files = SafetensorsFile([folder / shard for shard in shards])
+        present = set(files.names())
+        for name, shard in weight_map.items():
+            if name not in present:
+                raise CheckpointError(f"{folder / shard} lacks tensor {name!r}, which {INDEX} places there")
+            if files.where(name).name != shard:
+                raise CheckpointError(
+                    f"{INDEX} places {name!r} in {shard}, but it is in {files.where(name).name}"
+                )
+        return files
+    if (folder / SINGLE).is_file():
+        return SafetensorsFile([folder / SINGLE])
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return SafetensorsFile(found)
+    if found:
+        raise CheckpointError(
+            f"{folder} holds {len(found)} safetensors files but no {INDEX}; the index says which belong "
+            "together"
+        )
+    other = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    hint = f"; it holds {', '.join(other[:3])}, convert them or name a .gguf file itself" if other else ""
+    raise CheckpointError(f"{folder} holds no safetensors weights ({SINGLE} or {INDEX}){hint}")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a folder. Raises ``CheckpointError`` when it is missing, damaged or of quantised
+    weights."""
+    config = read_json(folder / "config.json")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(
+            f"{folder} holds weights quantised by {method!r}, which are not read; use the unquantised "
+            "checkpoint or a GGUF"
+        )
+    return config
+
+
+def settle_tying(config: ModelConfig, store: TensorStore, where: str) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The config with ``tie_embeddings`` as the weights have it, and what has thereby become ignorable.
+
+    Untied without a head is refused: nothing else can stand in. Tied with a head in the file: the head is
+    ignored when it is the embedding; when it differs the config's claim is untrue, the head is used and a
+    warning says so.
+    """
+    if "lm_head.weight" not in store.names():
+        if not config.tie_embeddings:
+            raise CheckpointError(
+                f"{where} lacks lm_head.weight although its config does not tie the head to the embedding; "
+                "add the "
+                "tensor, or set tie_word_embeddings to true if the head is the embedding"
+            )
+        return config, ()
+    if not config.tie_embeddings:
+        return config, ()
+    if _same(store, "lm_head.weight", "model.embed_tokens.weight"):
+        return config, ("lm_head[.]weight",)
+    warnings.warn(
+        f"{where}: config.json ties the head to the embedding, but lm_head.weight differs from it; "
+        "lm_head.weight is used",
+        stacklevel=2,
+    )
+    return dataclasses.replace(config, tie_embeddings=False), ()
+
+
+def _same(store: TensorStore, a: str, b: str, step: int = 4096) -> bool:
+    """Whether two matrices of a file hold the same values (NaN equals nothing)."""
+    if b not in store.names() or store.shape(a) != store.shape(b):
+        return False
+    rows = store.shape(a)[0]
+    return all(
+        np.array_equal(store.rows(a, i, min(i + step, rows)), store.rows(b, i, min(i + step, rows)))
+        for i in range(0, rows, step)
+    )
+
+
+def load_folder(folder: Path, dtype: Any, *, context: int | None = None) -> tuple[ModelConfig, Any]:
+    """(config, params) of a Hugging Face folder, every weight converted to ``dtype`` on its way.
+
+    ``context`` is the length that length-dependent rotary kinds are evaluated for. Raises ``CheckpointError``
+    or ``ConfigError``.
+    """
+    config = from_hf(read_config(folder), context=context)
+    store = NormalizedStore(open_weights(folder), str(folder))
+    config, ignorable = settle_tying(config, store, str(folder))
+    table = param_table(config, dtype)
+    assignments = plan(
+        table,
+        RULES[config.family],
+        store,
+        where=str(folder),
+        ignorable=(*IGNORABLE, *IGNORABLE_OF.get(config.family, ()), *ignorable),
+    )
+    leaves = {}
+    with progress(f"loading {folder.name}", len(assignments)) as advance:
+        for assignment in assignments:
+            leaves[assignment.leaf] = jax.device_put(materialize(assignment, store), may_alias=True)
+            advance()
+    return config, unflatten(table, leaves)

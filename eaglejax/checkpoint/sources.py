@@ -1,0 +1,94 @@
+"""What a user may name as a model: a demonstration word, a Hub id, a folder or a GGUF file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from eaglejax.checkpoint.demo import DEMOS, demo_path
+from eaglejax.errors import CheckpointError
+
+Spec = str | os.PathLike[str]
+
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+"""What is fetched from the Hub: safetensors, configuration and tokenizer; no pickles, no code."""
+
+_HUB_SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[\w./-]+\.gguf))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A resolved model. ``spec``: what the user wrote; ``path``: the local folder or file."""
+
+    spec: str
+    kind: Literal["folder", "gguf"]
+    path: Path
+
+
+def resolve(spec: Spec) -> Source:
+    """Find a model, downloading it where the spec asks for that.
+
+    ``spec``: ``demo`` or ``demo-gemma``; an existing folder or .gguf file; or a Hub id ``owner/name``,
+    optionally with ``@revision`` and, for one file of a GGUF repository, ``:name.gguf``. Raises
+    ``CheckpointError`` when it is none of these or cannot be fetched.
+    """
+    text = os.fspath(spec)
+    if text in DEMOS:
+        return Source(text, "gguf", demo_path(text))
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return Source(text, "folder", path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise CheckpointError(
+                f"{path} is not a .gguf file; for safetensors name the folder that holds config.json"
+            )
+        return Source(text, "gguf", path)
+    match = _HUB_ID.fullmatch(text)
+    if match is None or text.startswith((".", "~")) or (path.suffix.lower() == ".gguf" and not match["file"]):
+        words = ", ".join(DEMOS)
+        raise CheckpointError(
+            f"{text!r} names no model: there is no such folder or file; give a path, a Hub id (owner/name) "
+            f"or one of: {words}"
+        )
+    return _from_hub(text, match["repo"], match["revision"], match["file"])
+
+
+def _from_hub(spec: str, repo: str, revision: str | None, file: str | None) -> Source:
+    import httpx
+    import huggingface_hub
+
+    try:
+        if file is not None:
+            return Source(spec, "gguf", Path(huggingface_hub.hf_hub_download(repo, file, revision=revision)))
+        folder = huggingface_hub.snapshot_download(
+            repo, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=_HUB_SKIP
+        )
+        return Source(spec, "folder", Path(folder))
+    except huggingface_hub.errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo} is gated: accept its licence on the Hub and run `hf auth login`"
+        ) from error
+    except huggingface_hub.errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo} is neither a local folder nor a repository of the Hub (or it is private)"
+        ) from error
+    except (huggingface_hub.errors.EntryNotFoundError, huggingface_hub.errors.RevisionNotFoundError) as error:
+        if not isinstance(error, huggingface_hub.errors.LocalEntryNotFoundError):
+            raise CheckpointError(
+                f"{spec}: the Hub has the repository, but not this file or revision"
+            ) from error
+        raise _offline(repo) from error
+    except (OSError, httpx.HTTPError) as error:
+        raise _offline(repo) from error
+
+
+def _offline(repo: str) -> CheckpointError:
+    return CheckpointError(
+        f"{repo} is not in the local Hub cache and the Hub does not answer; go online once, "
+        f"or copy the repository to a folder and name that, or use 'demo'"
+    )

@@ -1,0 +1,205 @@
+"""Name tables: how the tensors of a file become the leaves of a parameter table.
+
+A format is data: a list of ``Rule``, each of which names a leaf, the tensors it is made of and a layout.
+``plan`` joins the rules with a parameter table and a file, strictly: every leaf is made by exactly one rule,
+every tensor of the file is used exactly once or listed as ignorable, and every shape fits. Only then is
+anything read. ``materialize`` fills one leaf at a time, a few rows at a time, so that a model is never held
+twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from eaglejax import pytree
+from eaglejax.checkpoint.safetensors_io import ALIGNMENT
+from eaglejax.errors import CheckpointError
+
+
+class TensorStore(Protocol):
+    """What a plan needs from a file format."""
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray: ...
+
+
+Rows = np.ndarray
+"""[rows, last dimension] as the store returns them: any float dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a stored tensor relates to its leaf.
+
+    ``transposed``: the last two dimensions are swapped (files keep weights as [out, in]). ``rows``: maps all
+    rows of the tensor to those of the leaf (None: as they are, which lets them stream); ``value``: maps the
+    values in f32.
+    """
+
+    transposed: bool = False
+    rows: Callable[[Rows], Rows] | None = None
+    value: Callable[[Rows], Rows] | None = None
+
+
+COPY = Layout()
+TRANSPOSE = Layout(transposed=True)
+MINUS_ONE = Layout(value=lambda weight: weight - 1)
+"""A norm weight that the file stores as 1 + w."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """``leaf`` is a dotted path of the parameter table, ``name`` a tensor name.
+
+    ``{l}`` stands for the layer in both. ``{e}`` in ``name`` stands for every expert: their tensors are
+    stacked on a new leading dimension.
+    """
+
+    leaf: str
+    name: str
+    layout: Layout = COPY
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """One leaf and the tensors (several: stacked) that make it."""
+
+    leaf: str
+    info: pytree.ArrayInfo
+    names: tuple[str, ...]
+    layout: Layout
+    stacked: bool = False
+
+
+def leaf_paths(table: Any) -> dict[str, pytree.ArrayInfo]:
+    """The leaves of a table by dotted path (dict keys, sequence indices and field names), in tree order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(table, is_leaf=pytree.is_info)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): info for path, info in leaves}
+
+
+def unflatten(table: Any, leaves: dict[str, Any]) -> Any:
+    """A tree like ``table`` with the values of ``leaves`` (dotted path -> value)."""
+    treedef = jax.tree.structure(table, is_leaf=pytree.is_info)
+    return jax.tree.unflatten(treedef, [leaves[path] for path in leaf_paths(table)])
+
+
+def plan(
+    table: Any, rules: Sequence[Rule], store: TensorStore, *, where: str, ignorable: Sequence[str] = ()
+) -> list[Assignment]:
+    """Join a parameter table, a name table and a file.
+
+    ``ignorable``: regular expressions of tensor names that carry no parameters. ``where`` names the file in
+    errors. Raises ``CheckpointError`` that lists missing tensors, tensors that no rule maps, tensors mapped
+    twice and shapes that do not fit.
+    """
+    present = set(store.names())
+    assignments, missing = [], []
+    for leaf, info in leaf_paths(table).items():
+        candidates = list(_candidates(leaf, info, rules))
+        found = [c for c in candidates if present.issuperset(c.names)]
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{where} holds {leaf} twice: as {_some([n for c in found for n in c.names])}; keep one of "
+                "them"
+            )
+        if found:
+            assignments.append(found[0])
+        else:
+            lists = [[n for n in c.names if n not in present] for c in candidates]
+            shortest = sorted(lists, key=lambda names: len(names))[:1]
+            missing += shortest[0] if shortest else [f"(no name is known for {leaf})"]
+    if missing:
+        raise CheckpointError(
+            f"{where} lacks {len(missing)} tensors that its configuration asks for: {_some(missing)}"
+        )
+    used: dict[str, str] = {}
+    for assignment in assignments:
+        for name in assignment.names:
+            if name in used:
+                raise CheckpointError(
+                    f"{where}: tensor {name!r} would fill both {used[name]} and {assignment.leaf}"
+                )
+            used[name] = assignment.leaf
+        _check_shape(assignment, store, where)
+    patterns = [re.compile(pattern) for pattern in ignorable]
+    unknown = [n for n in present.difference(used) if not any(p.fullmatch(n) for p in patterns)]
+    if unknown:
+        raise CheckpointError(
+            f"{where} holds {len(unknown)} tensors that its configuration has no use for: "
+            f"{_some(sorted(unknown))}"
+        )
+    return assignments
+
+
+def _candidates(leaf: str, info: pytree.ArrayInfo, rules: Sequence[Rule]) -> Iterator[Assignment]:
+    for rule in rules:
+        match = re.fullmatch(re.escape(rule.leaf).replace(r"\{l\}", r"(?P<l>\d+)"), leaf)
+        if match:
+            layer = match.groupdict().get("l", "")
+            stacked = "{e}" in rule.name
+            names = tuple(rule.name.format(l=layer, e=e) for e in range(info.shape[0] if stacked else 1))
+            yield Assignment(leaf, info, names, rule.layout, stacked)
+
+
+def _stored_shape(assignment: Assignment) -> tuple[int, ...]:
+    """The shape each tensor of the assignment must have in the file."""
+    shape = assignment.info.shape[1:] if assignment.stacked else assignment.info.shape
+    return (*shape[:-2], shape[-1], shape[-2]) if assignment.layout.transposed else shape
+
+
+def _check_shape(assignment: Assignment, store: TensorStore, where: str) -> None:
+    right = _stored_shape(assignment)
+    for name in assignment.names:
+        if store.shape(name) != right:
+            raise CheckpointError(
+                f"{where}: tensor {name!r} has shape {store.shape(name)}, the configuration asks for {right}"
+            )
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    """The first few names, for an error message."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised array whose data starts at a multiple of ``ALIGNMENT``, so that XLA on CPU can adopt
+    it."""
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+_CHUNK_ELEMENTS = 1 << 22
+
+
+def materialize(assignment: Assignment, store: TensorStore) -> np.ndarray:
+    """The leaf's value in the dtype of its table entry."""
+    out = aligned_empty(assignment.info.shape, np.dtype(assignment.info.dtype))
+    layout, stored = assignment.layout, _stored_shape(assignment)
+    width = stored[-1] if stored else 1
+    # Every leaf is a stack of matrices [rows, width] as stored; vectors are one row.
+    height = stored[-2] if len(stored) > 1 else 1
+    matrices = out.reshape(-1, *((width, height) if layout.transposed else (height, width)))
+    per_name = matrices.shape[0] // len(assignment.names)
+    step = height if layout.rows else max(1, _CHUNK_ELEMENTS // max(width, 1))
+    for number, matrix in enumerate(matrices):
+        name, first = assignment.names[number // per_name], number % per_name * height
+        target = matrix.T if layout.transposed else matrix
+        for start in range(0, height, step):
+            stop = min(start + step, height)
+            rows = store.rows(name, first + start, first + stop)
+            if layout.value:
+                rows = layout.value(rows.astype(np.float32))
+            target[start:stop] = layout.rows(rows) if layout.rows else rows
+    return out

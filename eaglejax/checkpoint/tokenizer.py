@@ -1,0 +1,239 @@
+"""The tokenizer of a target: ids, text and chat template, whatever kind of file they came from.
+
+Only the ``tokenizers`` library and jinja2 run here. ``transformers``, whose import takes seconds, is asked
+only for a folder that has no ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from eaglejax.checkpoint.files import read_json
+from eaglejax.errors import CheckpointError, RequestError
+
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endoftext|>")
+"""Tokens that end an assistant's turn in the chat formats of the supported families."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text <-> ids.
+
+    ``eos_ids``: every id that ends a text, ascending. ``bos_id``: None where the model has none.
+    ``chat_template``: jinja source or None. ``specials``: the named special tokens that templates refer to
+    (``bos_token``...).
+    """
+
+    backend: tokenizers.Tokenizer
+    eos_ids: tuple[int, ...]
+    bos_id: int | None = None
+    chat_template: str | None = None
+    specials: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id; the model's own vocabulary may be padded beyond it."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Fingerprint of what every id means: SHA-256 over the sorted (id, token) pairs, hexadecimal.
+
+        Two tokenizers with the same fingerprint give every id the same text, whatever files they were read
+        from.
+        """
+        pairs = sorted((i, token) for token, i in self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(pairs, ensure_ascii=True).encode()).hexdigest()
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of ``text``. ``special`` adds the tokens that the model expects around a text (a leading BOS,
+        say); special tokens that are spelled out in ``text`` are recognised either way."""
+        return self.backend.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of ``ids``; no spaces are tidied up. Bytes that form no UTF-8 become U+FFFD; ids that stand
+        for no token (the padding of an embedding table) give no text. ``skip_special`` leaves out control
+        tokens."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """``messages`` ({"role", "content", ...} each) as text by the chat template; ``variables`` are handed
+        to it.
+
+        Raises ``RequestError`` when there is no template, the messages are no such list or the template
+        rejects them.
+        """
+        if self.chat_template is None:
+            raise RequestError(
+                "this model comes without a chat template; give a plain prompt instead of messages"
+            )
+        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise RequestError(
+                f"messages must be a non-empty list of objects with a role, got {messages!r:.200}"
+            )
+        try:
+            return _compile(self.chat_template).render(
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=add_generation_prompt,
+                **{"tools": None, "documents": None, **self.specials, **variables},
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise RequestError(f"the chat template rejects these messages: {error}") from error
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Ids of ``render_chat``; the template writes BOS itself where the model wants one."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text, special=False)
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, which ``load_tokenizer`` and transformers
+        read."""
+        self.backend.save(str(folder / "tokenizer.json"), pretty=False)
+        config = {**self.specials, "chat_template": self.chat_template, "eos_token_id": list(self.eos_ids)}
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(config, ensure_ascii=False), encoding="utf-8"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    """The environment that chat templates are written for: sandboxed, blocks trimmed, loop controls."""
+
+    def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+        # jinja's own filter escapes HTML, which would change the prompt.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.datetime.now().strftime(pattern)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(
+            f"the model's chat template is not valid jinja (line {error.lineno}): {error}"
+        ) from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}``: marks what the assistant says; it renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Read the tokenizer of a Hugging Face folder.
+
+    EOS ids: those of ``generation_config.json`` and ``config.json``, the ``eos_token``, and the turn-ending
+    tokens that the chat template mentions. Raises ``CheckpointError`` when files are missing or damaged.
+    """
+    settings = read_json(folder / "tokenizer_config.json", default={})
+    backend = _backend(folder)
+    template = _template(folder, settings)
+    specials = {
+        key: value["content"] if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if key.endswith("_token") and isinstance(value, (str, Mapping))
+    }
+    eos: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        eos |= _ids(read_json(folder / name, default={}).get("eos_token_id"))
+    eos |= _ids(settings.get("eos_token_id"))
+    bos = read_json(folder / "config.json", default={}).get("bos_token_id")
+    if "bos_token" in specials:
+        bos = backend.token_to_id(specials["bos_token"])
+    return make_tokenizer(backend, eos=eos, bos=bos, template=template, specials=specials)
+
+
+def make_tokenizer(
+    backend: tokenizers.Tokenizer,
+    *,
+    eos: set[int],
+    bos: int | None,
+    template: str | None,
+    specials: Mapping[str, str],
+) -> Tokenizer:
+    """A ``Tokenizer`` whose EOS ids also hold the ``eos_token`` and the turn-ending tokens of the chat
+    template."""
+    names = [specials["eos_token"]] if "eos_token" in specials else []
+    names += [token for token in END_OF_TURN if template and token in template]
+    named = {backend.token_to_id(name) for name in names}
+    return Tokenizer(
+        backend=backend,
+        eos_ids=tuple(sorted(eos | {i for i in named if i is not None})),
+        bos_id=bos,
+        chat_template=template,
+        specials=dict(specials),
+    )
+
+
+def _backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(
+                f"{path} is damaged or newer than tokenizers {tokenizers.__version__}: {error}"
+            ) from error
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+    if not any(
+        (folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")
+    ):
+        raise CheckpointError(
+            f"{folder} holds no tokenizer: tokenizer.json, tokenizer.model and vocab.json are missing"
+        )
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json and transformers cannot build one: {error}"
+        ) from error
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        # Several named templates: [{"name", "template"}].
+        return next((t["template"] for t in template if t.get("name") == "default"), None)
+    return template
+
+
+def _ids(value: int | Sequence[int] | None) -> set[int]:
+    if value is None:
+        return set()
+    return {value} if isinstance(value, int) else set(value)
