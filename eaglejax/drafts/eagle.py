@@ -1,10 +1,11 @@
 """The EAGLE proposer: drafts a tree with a small network that reads the target's features.
 
-Draft position p holds the pair (feature of token p, token p + 1); its state predicts token p + 2. When the root sits at
-position n, pairs 0 .. n-1 are in the draft's cache, computed from the target's true features: ``observe`` recomputes
-what a round accepted instead of keeping what the tree guessed. The state of pair n-1 gives the tree's first level
-(the root's children); a node at depth d is expanded as the pair (its parent's state, its token) at position n + d - 1.
-Keys and values of a tree are written behind the cache's length and never committed.
+Draft position p holds the pair (feature of token p, token p + 1); its state predicts token p + 2. When the
+root sits at position n, pairs 0 .. n-1 are in the draft's cache, computed from the target's true features:
+``observe`` recomputes what a round accepted instead of keeping what the tree guessed. The state of pair n-1
+gives the tree's first level (the root's children); a node at depth d is expanded as the pair (its parent's
+state, its token) at position n + d - 1. Keys and values of a tree are written behind the cache's length and
+never committed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from eaglejax.sampling import RowSampling
 
 @pytree.dataclass
 class EagleState:
-    """``cache``: keys and values of the observed pairs; ``feature`` [B, H]: the state of each row's last pair."""
+    """``cache``: keys and values of the observed pairs; ``feature`` [B, H]: the state of each row's last
+    pair."""
 
     cache: KVCache
     feature: jax.Array
@@ -41,17 +43,18 @@ class EagleState:
 class Eagle:
     """EAGLE-1, EAGLE-2 or EAGLE-3, as ``config`` says, on a tree.
 
-    ``tree``: a ``DynamicTree`` (EAGLE-2), or a ``StaticTree`` (EAGLE-1's choices, a chain). ``sample`` False: children are the
-    draft's most likely tokens, a function of the text so far (one-hot q). ``sample`` True, for static trees: children are
-    drawn without replacement from q, the draft's law under the row's own temperature and filters; ``temperature`` replaces the
-    row's where given (greedy rows take the most likely tokens). ``min_confidence``: nodes whose cumulative draft
-    probability is below it are not proposed, and levels without any other node cost nothing; sampled nodes are
-    cut by their parent's confidence, since a cut that looks at the drawn token itself would bias the output.
-    ``cache_dtype``: of the draft's keys and values (None: that of its weights).
+    ``tree``: a ``DynamicTree`` (EAGLE-2), or a ``StaticTree`` (EAGLE-1's choices, a chain). ``sample`` False:
+    children are the draft's most likely tokens, a function of the text so far (one-hot q). ``sample`` True,
+    for static trees: children are drawn without replacement from q, the draft's law under the row's own
+    temperature and filters; ``temperature`` replaces the row's where given (greedy rows take the most likely
+    tokens). ``min_confidence``: nodes whose cumulative draft probability is below it are not proposed, and
+    levels without any other node cost nothing; sampled nodes are cut by their parent's confidence, since a
+    cut that looks at the drawn token itself would bias the output. ``cache_dtype``: of the draft's keys and
+    values (None: that of its weights).
     """
 
     config: EagleConfig
-    tree: DynamicTree | StaticTree = DynamicTree()
+    tree: DynamicTree | StaticTree = dataclasses.field(default_factory=DynamicTree)
     sample: bool = False
     temperature: float | None = None
     min_confidence: float = 0.0
@@ -295,8 +298,9 @@ class _Grower:
     ) -> tuple[jax.Array, jax.Array]:
         """States [B, n, H] and logits [B, n, Vd] of one more level.
 
-        ``feature`` [B, n, H]: the parents' states; ``tokens`` [B, n] target ids; ``seen`` [B, n, M]: which of the M scratch
-        slots so far, the level's own included, each node sees; ``scores`` [B, n]: cumulative log-probabilities.
+        ``feature`` [B, n, H]: the parents' states; ``tokens`` [B, n] target ids; ``seen`` [B, n, M]: which of
+        the M scratch slots so far, the level's own included, each node sees; ``scores`` [B, n]: cumulative
+        log-probabilities.
         """
         config, threshold = self._proposer.config, self._proposer.min_confidence
         positions = jnp.broadcast_to((self._start + self._level)[:, None], tokens.shape)
@@ -341,7 +345,8 @@ def _sees(tree: StaticTree, nodes: list[int], slots: list[int]) -> np.ndarray:
 
 
 def _draw_siblings(q: jax.Array, keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """``count`` draws from ``q`` [B, Vd] without replacement: (draft ids [B, count], whether any mass was left)."""
+    """``count`` draws from ``q`` [B, Vd] without replacement: (draft ids [B, count], whether any mass was
+    left)."""
     tokens, exists = [], []
     for i in range(count):
         drawn = sampling.draw(q, sampling.fold(keys, i))

@@ -1,9 +1,9 @@
 """Architecture of an EAGLE draft: every published variant is a setting of one small decoder.
 
-EAGLE-1 (Li et al. 2024a; EAGLE-2 and HASS share its weights) mixes the token's embedding with the target's final
-feature in ``fc`` and predicts the next feature, which the target's own head reads. EAGLE-3 (Li et al. 2025) fuses
-features of several depths, lets its first layer attend over [embedding, feature] and has a head of its own. EAGLE-3.1
-and the trainers' variants are flags.
+EAGLE-1 (Li et al. 2024a; EAGLE-2 and HASS share its weights) mixes the token's embedding with the target's
+final feature in ``fc`` and predicts the next feature, which the target's own head reads. EAGLE-3 (Li et al.
+2025) fuses features of several depths, lets its first layer attend over [embedding, feature] and has a head
+of its own. EAGLE-3.1 and the trainers' variants are flags.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ class EagleConfig:
     """Shape and arithmetic of a draft; hashable, a compile-time constant.
 
     ``version``: 1 (EAGLE-1, EAGLE-2, HASS) or 3. ``vocab_size`` V is the target's (what ``embed`` covers),
-    ``draft_vocab_size`` Vd the head's. ``hidden_size`` H is the draft's own width, ``target_hidden_size`` Ht the target's.
+    ``draft_vocab_size`` Vd the head's. ``hidden_size`` H is the draft's own width, ``target_hidden_size`` Ht
+    the target's.
 
-    EAGLE-3 reads ``num_aux`` target features at the hidden-state boundaries ``aux`` (0 = embedding, i = output of block i;
-    empty: not known yet, see ``default_boundaries``). ``aux_norm`` says what is normalised before ``fc``: nothing, the joined
-    features with one weight, or each with its own. ``norm_before_residual``: the first layer's residual is the normalised
-    feature instead of the raw one. ``head_norm``: a final norm stands before the head. ``feed_normed``: the state
-    fed to the next draft step is the one after that norm (EAGLE-3.1) instead of the one before it.
+    EAGLE-3 reads ``num_aux`` target features at the hidden-state boundaries ``aux`` (0 = embedding, i =
+    output of block i; empty: not known yet, see ``default_boundaries``). ``aux_norm`` says what is normalised
+    before ``fc``: nothing, the joined features with one weight, or each with its own.
+    ``norm_before_residual``: the first layer's residual is the normalised feature instead of the raw one.
+    ``head_norm``: a final norm stands before the head. ``feed_normed``: the state fed to the next draft step
+    is the one after that norm (EAGLE-3.1) instead of the one before it.
 
-    ``own_embedding``, ``own_head``: the draft ships them; else they are the target's. ``windows``: attention window of each
-    layer in positions (None: all; empty: all layers full). ``embed_scale`` multiplies the embedding and ``softcap`` caps the
-    logits (target conventions that a draft with borrowed parts follows).
+    ``own_embedding``, ``own_head``: the draft ships them; else they are the target's. ``windows``: attention
+    window of each layer in positions (None: all; empty: all layers full). ``embed_scale`` multiplies the
+    embedding and ``softcap`` caps the logits (target conventions that a draft with borrowed parts follows).
     """
 
     version: int
@@ -50,7 +52,7 @@ class EagleConfig:
     num_aux: int = 0
     aux: tuple[int, ...] = ()
     norm_eps: float = 1e-6
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     activation: str = "silu"
     aux_norm: AuxNorm = "none"
     norm_before_residual: bool = False
@@ -99,7 +101,8 @@ class EagleConfig:
             raise ConfigError("feed_normed needs head_norm: there is no normalised state to feed back")
         if self.reduced and not self.own_head:
             raise ConfigError(
-                f"a draft vocabulary of {self.draft_vocab_size} out of {self.vocab_size} needs a head of its own"
+                f"a draft vocabulary of {self.draft_vocab_size} out of {self.vocab_size} needs a head of its "
+                f"own"
             )
         activation(self.activation)
         self.rope.rotary_dim(self.head_dim)
@@ -108,8 +111,8 @@ class EagleConfig:
     def _check_first(self) -> None:
         if self.hidden_size != self.target_hidden_size:
             raise ConfigError(
-                f"an EAGLE-1 draft predicts the target's features, so its hidden size {self.hidden_size} must be the "
-                f"target's {self.target_hidden_size}"
+                f"an EAGLE-1 draft predicts the target's features, so its hidden size "
+                f"{self.hidden_size} must be the target's {self.target_hidden_size}"
             )
         for name in ("aux", "num_aux", "norm_before_residual", "head_norm"):
             if getattr(self, name):
@@ -131,8 +134,8 @@ class EagleConfig:
         for owns, what in ((self.own_embedding, "embedding"), (self.own_head, "head")):
             if not owns and self.hidden_size != self.target_hidden_size:
                 raise ConfigError(
-                    f"the draft is {self.hidden_size} wide and the target {self.target_hidden_size}: it cannot borrow "
-                    f"the target's {what} and must ship its own"
+                    f"the draft is {self.hidden_size} wide and the target {self.target_hidden_size}: it "
+                    f"cannot borrow the target's {what} and must ship its own"
                 )
 
     @property
@@ -161,7 +164,8 @@ class EagleConfig:
             )
         if self.target_hidden_size != target.hidden_size:
             raise MismatchError(
-                f"the draft reads features of width {self.target_hidden_size}, the target's are {target.hidden_size} wide"
+                f"the draft reads features of width {self.target_hidden_size}, the target's are "
+                f"{target.hidden_size} wide"
             )
         config = dataclasses.replace(self, softcap=self.softcap if self.own_head else target.final_softcap)
         if self.version == 1:
@@ -169,19 +173,21 @@ class EagleConfig:
         aux = self.aux or default_boundaries(target.num_layers)
         if len(aux) != self.num_aux:
             raise MismatchError(
-                f"the draft fuses {self.num_aux} features and its checkpoint does not say of which layers; the usual "
-                f"choice {list(aux)} has {len(aux)}. Name the boundaries"
+                f"the draft fuses {self.num_aux} features and its checkpoint does not say of which "
+                f"layers; the usual choice {list(aux)} has {len(aux)}. Name the boundaries"
             )
         if max(aux) > target.num_layers:
             raise MismatchError(
-                f"boundary {max(aux)} of {list(aux)} does not exist: the target has {target.num_layers} layers "
+                f"boundary {max(aux)} of {list(aux)} does not exist: the target has {target.num_layers} "
+                f"layers "
                 f"(boundaries 0..{target.num_layers}); is the aux convention right?"
             )
         return dataclasses.replace(config, aux=aux)
 
 
 def default_boundaries(num_layers: int) -> tuple[int, int, int]:
-    """Boundaries that EAGLE-3 reads when a checkpoint names none: {2, n // 2, n - 3} of an n-layer target, ascending.
+    """Boundaries that EAGLE-3 reads when a checkpoint names none: {2, n // 2, n - 3} of an n-layer target,
+    ascending.
 
     Raises MismatchError where they coincide or leave the model, as for shallow targets.
     """

@@ -2,18 +2,19 @@
 
 Weights are a nested dict; every matrix is [in, out]::
 
-    fc [F, H], fc_bias [H]              F = 2H ([embedding, feature], EAGLE-1) or A * Ht (joined target features, EAGLE-3)
+    fc [F, H], fc_bias [H]              F = 2H ([embedding, feature], EAGLE-1) or A * Ht (joined target
+    features, EAGLE-3)
     aux_norm [A * Ht] or [A, Ht]        EAGLE-3 with ``aux_norm`` "joined" or "each"
     layers[i]: input_norm [H]           not in EAGLE-1's first layer; in EAGLE-3's it is the embedding's norm
                hidden_norm [H]          EAGLE-3's first layer alone: the feature's norm
-               q [I, Hq*d], k, v [I, Hkv*d], o [Hq*d, H]    I = 2H in EAGLE-3's first layer, else H; q_bias ...
-               q_norm, k_norm [d]; mlp_norm [H]; gate, up [H, Fm], down [Fm, H]
+               q [I, Hq*d], k, v [I, Hkv*d], o [Hq*d, H]    I = 2H in EAGLE-3's first layer, else H; q_bias
+               ... q_norm, k_norm [d]; mlp_norm [H]; gate, up [H, Fm], down [Fm, H]
     norm [H]                            where a norm stands before the head
     embed [V, H], head [H, Vd]          where the draft ships its own
 
-Two functions make a draft step: ``fuse`` turns what the target computed for a token into the draft's feature, ``step`` runs
-the layers on (feature, next token) pairs. The state that ``step`` returns is the next step's feature (without ``fuse``)
-and what ``logits`` reads.
+Two functions make a draft step: ``fuse`` turns what the target computed for a token into the draft's feature,
+``step`` runs the layers on (feature, next token) pairs. The state that ``step`` returns is the next step's
+feature (without ``fuse``) and what ``logits`` reads.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ from eaglejax.pytree import ArrayInfo, constant
 Weights = dict[str, Any]
 
 Attention = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""(layer, q [B, N, Hq, d], k, v [B, N, Hkv, d]; q and k rotated) -> [B, N, Hq, d]: who sees whom is the caller's."""
+"""(layer, q [B, N, Hq, d], k, v [B, N, Hkv, d]; q and k rotated) -> [B, N, Hq, d]: who sees whom is the
+caller's."""
 
 
 @pytree.dataclass
 class EagleParams:
     """A draft's weights and what it borrows.
 
-    ``weights``: see the module's text. ``embed`` [V, H] and ``head`` ([H, V], or [V, H] when ``tied``) are the target's
-    arrays, by reference, where the draft has none of its own (else None). ``ids`` [Vd] int32: target id of each draft
-    id, strictly increasing; None when they are the same.
+    ``weights``: see the module's text. ``embed`` [V, H] and ``head`` ([H, V], or [V, H] when ``tied``) are
+    the target's arrays, by reference, where the draft has none of its own (else None). ``ids`` [Vd] int32:
+    target id of each draft id, strictly increasing; None when they are the same.
     """
 
     weights: Weights
@@ -139,8 +141,8 @@ def init_cache(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> kv
 def fuse(params: EagleParams, config: EagleConfig, features: jax.Array) -> jax.Array:
     """The draft's feature [B, M, H] of committed tokens from the target's ``features`` [B, M, A, Ht].
 
-    EAGLE-1: A = 1, the post-final-norm hidden state, taken as it is. EAGLE-3: the A boundaries, normalised as the
-    configuration says and mixed by ``fc``.
+    EAGLE-1: A = 1, the post-final-norm hidden state, taken as it is. EAGLE-3: the A boundaries, normalised as
+    the configuration says and mixed by ``fc``.
     """
     weights = params.weights
     x = params.adapter.from_target(features).astype(weights["fc"].dtype)
@@ -167,7 +169,8 @@ def backbone(
 ) -> jax.Array:
     """States [B, N, H] of the pairs (``feature`` [B, N, H], ``tokens`` [B, N]) at ``positions`` [B, N].
 
-    A pair holds the feature of a token and the id of the token after it; its state predicts the one after that.
+    A pair holds the feature of a token and the id of the token after it; its state predicts the one after
+    that.
     """
     weights = params.weights
     embed = params.embed if params.embed is not None else weights["embed"]
@@ -240,10 +243,12 @@ def step(
     visible: jax.Array,
     slot_positions: jax.Array,
 ) -> tuple[jax.Array, kv.KVCache]:
-    """``backbone`` over a cache: (states [B, N, H], cache with the N pairs' keys and values; lengths unmoved).
+    """``backbone`` over a cache: (states [B, N, H], cache with the N pairs' keys and values; lengths
+    unmoved).
 
-    ``visible`` [B, N, M] and ``slot_positions`` [B, M] cover the M slots behind the committed prefix: M - N that earlier
-    steps of this round wrote, then these N. The caller guarantees ``cache.lengths + M <= capacity``.
+    ``visible`` [B, N, M] and ``slot_positions`` [B, M] cover the M slots behind the committed prefix: M - N
+    that earlier steps of this round wrote, then these N. The caller guarantees ``cache.lengths + M <=
+    capacity``.
     """
     written = visible.shape[2] - tokens.shape[1]
     keys, values = list(cache.k), list(cache.v)

@@ -1,10 +1,10 @@
 """EAGLE-2's dynamic draft tree (Li et al. 2024b), as fixed-shape array operations.
 
-A tree grows level by level: the K best nodes of a level are expanded to K children each, and the K best of those K * K
-are expanded next. A node's score is its cumulative log-probability. Every node ever scored stays in a pool of
-K + (D - 1) K^2; the N - 1 best of the whole pool become the tree. Scores are f32 and ties go to the lower pool index,
-which is the shallower node and its parent before it: a node never outranks its own parent, so the tree is
-connected whatever rounding does.
+A tree grows level by level: the K best nodes of a level are expanded to K children each, and the K best of
+those K * K are expanded next. A node's score is its cumulative log-probability. Every node ever scored stays
+in a pool of K + (D - 1) K^2; the N - 1 best of the whole pool become the tree. Scores are f32 and ties go to
+the lower pool index, which is the shallower node and its parent before it: a node never outranks its own
+parent, so the tree is connected whatever rounding does.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from eaglejax.errors import ConfigError
 class DynamicTree:
     """Size of a dynamic tree.
 
-    ``depth`` D: most drafts that one round can accept, which takes D - 1 draft forwards over K nodes besides the one
-    over the accepted tokens (the official code's ``depth`` option is D - 1; its default 7 is depth 8 of the EAGLE-3 paper).
-    ``branching`` K: nodes expanded a level and children of each. ``nodes`` N: tokens that the target scores a round,
-    root included, like the official ``total_token``.
+    ``depth`` D: most drafts that one round can accept, which takes D - 1 draft forwards over K nodes besides
+    the one over the accepted tokens (the official code's ``depth`` option is D - 1; its default 7 is depth 8
+    of the EAGLE-3 paper). ``branching`` K: nodes expanded a level and children of each. ``nodes`` N: tokens
+    that the target scores a round, root included, like the official ``total_token``.
     """
 
     depth: int = 6
@@ -40,7 +40,7 @@ class DynamicTree:
             raise ConfigError(f"tree nodes is {self.nodes}; it counts the root, so a draft needs at least 2")
         if self.nodes - 1 > self.pool:
             raise ConfigError(
-                f"a tree of depth {self.depth} and branching {self.branching} scores {self.pool} nodes in all; "
+                f"a tree of depth {self.depth} and branching {self.branching} scores {self.pool} nodes; "
                 f"nodes={self.nodes} asks for {self.nodes - 1} of them besides the root"
             )
 
@@ -76,9 +76,11 @@ def log_prob(logit: jax.Array, normaliser: jax.Array) -> jax.Array:
 
 
 def expand(logits: jax.Array, scores: jax.Array, children: int) -> tuple[jax.Array, jax.Array]:
-    """The ``children`` best continuations of every node: (cumulative scores, draft ids), each [B, n, children].
+    """The ``children`` best continuations of every node: (cumulative scores, draft ids), each [B, n,
+    children].
 
-    ``logits`` [B, n, Vd]; ``scores`` [B, n] f32 cumulative log-probabilities of the nodes. Equal logits go to the lower id.
+    ``logits`` [B, n, Vd]; ``scores`` [B, n] f32 cumulative log-probabilities of the nodes. Equal logits go to
+    the lower id.
     """
     clean, normaliser = log_law(logits)
     top, tokens = jax.lax.top_k(clean, children)
@@ -93,12 +95,14 @@ def best(scores: jax.Array, count: int) -> jax.Array:
 def rerank(scores: jax.Array, parents: jax.Array, nodes: int) -> tuple[jax.Array, jax.Array]:
     """Choose the tree out of the pool: (pool indices [B, N-1] ascending, parent node [B, N-1]).
 
-    ``scores`` [B, P] f32 of the pool in level order. ``parents`` [B, P] int32: 0 for children of the root, else 1 + the parent's
-    pool index. The returned parents number the tree's nodes: root 0, then the chosen ones in order.
+    ``scores`` [B, P] f32 of the pool in level order. ``parents`` [B, P] int32: 0 for children of the root,
+    else 1 + the parent's pool index. The returned parents number the tree's nodes: root 0, then the chosen
+    ones in order.
     """
     chosen = jnp.sort(best(scores, nodes - 1), axis=1)
     above = jnp.take_along_axis(parents, chosen, axis=1)
-    # Node j of the tree is pool entry chosen[j - 1]; a parent's number is how many chosen entries do not come after it.
+    # Node j of the tree is pool entry chosen[j - 1]; a parent's number is how many chosen entries do not come
+    # after it.
     parent = jnp.sum(chosen[:, None, :] + 1 <= above[:, :, None], axis=2, dtype=jnp.int32)
     return chosen, parent
 

@@ -1,8 +1,8 @@
 """The border between a target's features and a draft.
 
-A draft meets features from two sources: those the *target* computed for committed tokens and those the *draft itself*
-predicted further down its tree. They may live in different bases (a target whose residual stream was rotated still
-feeds a draft trained on the original one), so each source has its own linear map.
+A draft meets features from two sources: those the *target* computed for committed tokens and those the *draft
+itself* predicted further down its tree. They may live in different bases (a target whose residual stream was
+rotated still feeds a draft trained on the original one), so each source has its own linear map.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from eaglejax.nn.linear import linear
 class FeatureAdapter:
     """Linear maps in front of a draft; None is the identity and costs nothing.
 
-    ``target``: one map [Ht, Ht] a feature that the draft reads from the target (A of them for EAGLE-3, one for EAGLE-1),
-    or empty for identity everywhere. ``draft`` [H, H]: for the states the draft feeds back to itself.
+    ``target``: one map [Ht, Ht] a feature that the draft reads from the target (A of them for EAGLE-3, one
+    for EAGLE-1), or empty for identity everywhere. ``draft`` [H, H]: for the states the draft feeds back to
+    itself.
     """
 
     target: tuple[jax.Array | None, ...] = ()

@@ -1,0 +1,116 @@
+"""Loading an EAGLE draft for a target: ``load_draft``."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax.checkpoint.eagle_names import IGNORABLE, rules
+from eaglejax.checkpoint.eagle_read import AuxConvention, DraftFile, read_draft
+from eaglejax.checkpoint.sources import resolve
+from eaglejax.checkpoint.tables import Assignment, materialize, plan, unflatten
+from eaglejax.drafts.base import Bound
+from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.drafts.eagle_model import EagleParams, Weights, param_table
+from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.models.target import Target, weight_dtype
+
+_BIN = "pytorch_model.bin"
+
+
+def draft_folder(spec: str | os.PathLike[str]) -> Path:
+    """The folder of a draft: an existing one, or a Hub id (owner/name, optionally @revision), downloaded.
+
+    Published drafts may be pickles (``pytorch_model.bin``), which are fetched when there is nothing else;
+    they are read without being run. Raises CheckpointError.
+    """
+    source = resolve(spec)
+    if source.kind != "folder":
+        raise CheckpointError(
+            f"{spec} is a GGUF file; an EAGLE draft is a folder with config.json and its weights"
+        )
+    hub = not Path(source.spec).expanduser().is_dir()
+    if hub and not any(source.path.glob("*.safetensors")):
+        import huggingface_hub
+
+        repo, _, revision = source.spec.partition("@")
+        try:
+            huggingface_hub.hf_hub_download(repo, _BIN, revision=revision or None)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{spec} holds no safetensors weights and its {_BIN} cannot be fetched"
+            ) from error
+    return source.path
+
+
+def draft_plan(file: DraftFile, dtype: Any) -> tuple[Weights, list[Assignment]]:
+    """(parameter table, which tensors make which leaf). Raises CheckpointError for a missing or unexpected
+    tensor."""
+    table = param_table(file.config, dtype)
+    unused = [re.escape(name) for name in file.unused]
+    assignments = plan(
+        table, rules(file.config.aux_norm), file.store, where=str(file.path), ignorable=(*IGNORABLE, *unused)
+    )
+    return table, assignments
+
+
+def read_weights(file: DraftFile, dtype: Any) -> Weights:
+    """The draft's own weights in ``dtype``; nothing is read unless everything is there."""
+    table, assignments = draft_plan(file, dtype)
+    return unflatten(table, {a.leaf: jnp.asarray(materialize(a, file.store)) for a in assignments})
+
+
+def bind(config: EagleConfig, weights: Weights, target: Target, ids: np.ndarray | None = None) -> EagleParams:
+    """Weights joined with what they borrow of ``target`` (the same arrays, not copies).
+
+    ``ids`` [Vd]: target id of each draft id, strictly increasing; None when they are the same.
+    """
+    if (ids is not None) != config.reduced:
+        raise ConfigError("ids go with a reduced draft vocabulary, and a reduced draft vocabulary needs them")
+    if ids is not None:
+        known = np.asarray(ids)
+        if known.shape != (config.draft_vocab_size,) or not np.all(np.diff(known) > 0):
+            raise ConfigError(f"ids must be {config.draft_vocab_size} strictly increasing target ids")
+        if known[0] < 0 or known[-1] >= config.vocab_size:
+            raise ConfigError(
+                f"ids run from {known[0]} to {known[-1]}; the target knows 0..{config.vocab_size - 1}"
+            )
+    tied = "head" not in target.params
+    return EagleParams(
+        weights=weights,
+        embed=None if config.own_embedding else target.params["embed"],
+        head=None if config.own_head else target.params["embed" if tied else "head"],
+        ids=None if ids is None else jax.device_put(np.asarray(ids, np.int32)),
+        tied=tied and not config.own_head,
+    )
+
+
+def load_draft(
+    spec: str | os.PathLike[str],
+    target: Target,
+    *,
+    dtype: Any = None,
+    method: Literal["auto", "eagle1", "eagle3"] = "auto",
+    aux_convention: AuxConvention = "auto",
+    aux: tuple[int, ...] | None = None,
+    **options: Any,
+) -> Bound:
+    """An EAGLE draft ready for ``generate(..., proposer=...)``.
+
+    ``spec``: a folder or a Hub id, in any published form (see ``docs/eagle.md``). ``dtype``: of its weights
+    (None: the target's). ``aux_convention``, ``aux``: see ``read_draft``. ``options``: settings of ``Eagle``
+    (tree, sample, temperature, min_confidence, cache_dtype). Raises CheckpointError for a file that is not
+    understood, MismatchError for a draft of another target, ConfigError for options that cannot be.
+    """
+    file = read_draft(draft_folder(spec), aux_convention=aux_convention, aux=aux, method=method)
+    config = file.config.fit(target.config)
+    proposer = Eagle(config, **options)
+    weights = read_weights(file, target.dtype if dtype is None else weight_dtype(dtype))
+    return Bound(proposer, bind(config, weights, target, file.ids))

@@ -1,0 +1,447 @@
+"""Writing EAGLE drafts in the forms that other projects load, and converting between them.
+
+A form is data: which tensors it holds under which names, and what it cannot say. What a form cannot say is
+refused instead of dropped, since the other side would run a different draft without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from eaglejax.checkpoint.eagle_names import IGNORABLE, rules
+from eaglejax.checkpoint.eagle_read import DraftFile
+from eaglejax.checkpoint.safetensors_io import Pending, write_safetensors
+from eaglejax.checkpoint.tables import leaf_paths
+from eaglejax.drafts.eagle_config import EagleConfig, default_boundaries
+from eaglejax.drafts.eagle_model import Weights, param_table
+from eaglejax.errors import ConfigError
+from eaglejax.models.target import Target
+from eaglejax.nn.rope import RopeConfig
+
+FormName = Literal["safeailab", "sglang", "speculators", "modelopt"]
+Tensors = dict[str, Pending]
+
+_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What one producer's checkpoints look like.
+
+    ``versions``: EAGLE versions it knows. ``first``: prefix of EAGLE-3's first layer. ``map_always``: d2t is
+    written for a full vocabulary too; ``t2d``: written beside it. ``embedding``: whether EAGLE-3 files keep
+    the draft's own one although it is as wide as the target's. ``architecture`` by version. ``cannot``:
+    settings that it has no place for.
+    """
+
+    versions: tuple[int, ...]
+    first: str
+    map_always: bool
+    t2d: bool
+    embedding: bool
+    architecture: Mapping[int, str]
+    cannot: tuple[tuple[str, Callable[[EagleConfig], bool]], ...]
+
+
+_COMMON_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
+    ("a logit softcap of its own", lambda c: c.own_head and c.softcap is not None),
+    ("a scaled embedding", lambda c: c.embed_scale is not None),
+)
+_PLAIN_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
+    *_COMMON_LIMITS,
+    ("norm_before_residual", lambda c: c.norm_before_residual),
+    ("feeding the normalised state back", lambda c: c.feed_normed),
+    ("one norm over the joined features", lambda c: c.aux_norm == "joined"),
+    ("q/k norms", lambda c: c.qk_norm),
+    ("a bias of o_proj", lambda c: c.o_bias),
+    ("sliding-window layers", lambda c: any(c.windows)),
+)
+_ONE_LAYER = ("more than one layer", lambda c: c.version == 3 and c.num_layers > 1)
+_THREE = ("another number of features than 3", lambda c: c.version == 3 and c.num_aux != 3)
+_HEAD_NORM = ("no norm before the head", lambda c: c.version == 3 and not c.head_norm)
+
+FORMS: dict[str, Form] = {
+    "safeailab": Form(
+        (1, 3),
+        "midlayer.",
+        map_always=False,
+        t2d=True,
+        embedding=False,
+        architecture={1: "LlamaForCausalLM", 3: "LlamaForCausalLM"},
+        cannot=(
+            *_PLAIN_LIMITS,
+            _ONE_LAYER,
+            _THREE,
+            _HEAD_NORM,
+            ("a norm of each feature", lambda c: c.aux_norm == "each"),
+            ("biases of q, k and v in EAGLE-3", lambda c: c.version == 3 and c.qkv_bias),
+            ("a bias of fc in EAGLE-3", lambda c: c.version == 3 and c.fc_bias),
+            ("heads of another size than H / heads", lambda c: c.head_dim * c.num_heads != c.hidden_size),
+            (
+                "rotary scaling but linear and dynamic",
+                lambda c: c.rope.kind not in ("default", "linear", "dynamic"),
+            ),
+        ),
+    ),
+    "sglang": Form(
+        (1, 3),
+        "midlayer.",
+        map_always=True,
+        t2d=True,
+        embedding=False,
+        architecture={1: "LlamaForCausalLMEagle", 3: "LlamaForCausalLMEagle3"},
+        cannot=(
+            *_PLAIN_LIMITS,
+            _ONE_LAYER,
+            _THREE,
+            ("biases of q, k and v in EAGLE-3", lambda c: c.version == 3 and c.qkv_bias),
+            ("the embedding output (boundary 0) as a feature", lambda c: 0 in c.aux),
+        ),
+    ),
+    "speculators": Form(
+        (3,),
+        "layers.0.",
+        map_always=False,
+        t2d=True,
+        embedding=True,
+        architecture={3: "Eagle3Speculator"},
+        cannot=(
+            *_COMMON_LIMITS,
+            _HEAD_NORM,
+            ("another hidden size than the target's", lambda c: c.hidden_size != c.target_hidden_size),
+            ("biases of q, k, v without one of o_proj, or the reverse", lambda c: c.qkv_bias != c.o_bias),
+            ("a bias of fc", lambda c: c.fc_bias),
+        ),
+    ),
+    "modelopt": Form(
+        (3,),
+        "layers.0.",
+        map_always=False,
+        t2d=False,
+        embedding=False,
+        architecture={3: "LlamaForCausalLMEagle3"},
+        cannot=(
+            *_PLAIN_LIMITS,
+            _HEAD_NORM,
+            ("a norm of each feature", lambda c: c.aux_norm == "each"),
+            ("another hidden size than the target's", lambda c: c.hidden_size != c.target_hidden_size),
+            ("biases of q, k and v", lambda c: c.qkv_bias),
+            ("a bias of fc", lambda c: c.fc_bias),
+            ("the embedding output (boundary 0) as a feature", lambda c: 0 in c.aux),
+        ),
+    ),
+}
+
+
+def tensors_of_weights(config: EagleConfig, weights: Weights) -> Tensors:
+    """The weights of a draft under plain names, in the [out, in] form that files keep."""
+    values = leaf_paths(param_table(config))
+    flat = dict(zip(values, jax.tree.leaves(weights), strict=True))
+    out: Tensors = {}
+    for rule in rules(config.aux_norm):
+        pattern = re.escape(rule.leaf).replace(r"\{l\}", r"(?P<l>\d+)")
+        for leaf, value in flat.items():
+            match = re.fullmatch(pattern, leaf)
+            if match is None:
+                continue
+            layer = match.groupdict().get("l", "")
+            if "{e}" in rule.name:
+                out |= {rule.name.format(e=e): _pending(part) for e, part in enumerate(value)}
+            else:
+                out[rule.name.format(l=layer)] = _pending(value.T if rule.layout.transposed else value)
+    return out
+
+
+def _pending(value: Any) -> Pending:
+    return Pending(tuple(value.shape), np.dtype(value.dtype), lambda: np.asarray(value))
+
+
+def tensors_of_file(file: DraftFile) -> Tensors:
+    """The tensors of a checkpoint under plain names, as stored."""
+    skip = [*IGNORABLE, *map(re.escape, file.unused)]
+    names = [n for n in file.store.names() if not any(re.fullmatch(pattern, n) for pattern in skip)]
+    store = file.store
+    return {n: Pending(store.shape(n), store.dtype(n), functools.partial(store.array, n)) for n in names}
+
+
+def write_draft(
+    out: Path,
+    config: EagleConfig,
+    tensors: Tensors,
+    ids: np.ndarray | None,
+    *,
+    to: FormName,
+    target: Target | None = None,
+    source: Mapping[str, Any] | None = None,
+    verifier: str | None = None,
+) -> list[str]:
+    """Write a draft to the new folder ``out`` (config.json, model.safetensors); sentences on what was
+    decided.
+
+    ``tensors``: by plain name. ``ids`` [Vd]: target id of each draft id, or None. ``target``: gives parts
+    that the draft borrows and the form wants in the file, and shows whether an embedding that the form has
+    no place for is the target's own. ``source``: a config.json whose token ids and position limit are kept.
+    ``verifier``: the target's name for forms that record it. Raises ConfigError for what the form cannot say
+    and for a folder that is not empty.
+    """
+    if to not in FORMS:
+        raise ConfigError(f"form {to!r} is not known; use one of {', '.join(FORMS)}")
+    form = FORMS[to]
+    if config.version not in form.versions:
+        raise ConfigError(f"the {to} form has no EAGLE-{config.version} drafts; use another form")
+    wrong = [text for text, has in form.cannot if has(config)]
+    if wrong:
+        raise ConfigError(f"the {to} form cannot hold this draft: it has no place for {', '.join(wrong)}")
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty; name a new folder")
+    notes: list[str] = []
+    tensors = dict(tensors)
+    _settle_parts(config, tensors, form, to, target, notes)
+    _settle_boundaries(config, to, target, notes)
+    if config.version == 3 and not config.head_norm:
+        # The loader makes the module whether or not it is used.
+        tensors["norm.weight"] = _pending(np.ones(config.hidden_size, tensors["fc.weight"].dtype))
+    tensors = {_name(name, config, form): value for name, value in tensors.items()}
+    if config.version == 3 and (ids is not None or form.map_always):
+        full = np.arange(config.draft_vocab_size) if ids is None else np.asarray(ids, np.int64)
+        tensors["d2t"] = _pending((full - np.arange(len(full))).astype(np.int64))
+        if form.t2d:
+            member = np.zeros(config.vocab_size, np.bool_)
+            member[full] = True
+            tensors["t2d"] = _pending(member)
+    document = _CONFIGS[to](config, form, tensors["fc.weight"].dtype.name, dict(source or {}), verifier)
+    out.mkdir(parents=True, exist_ok=True)
+    write_safetensors(out / "model.safetensors", tensors, {"format": "pt"})
+    temporary = out / f".config.json.{os.getpid()}.part"
+    temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, out / "config.json")
+    return notes
+
+
+def _name(name: str, config: EagleConfig, form: Form) -> str:
+    if config.version == 3 and name.startswith("layers.0."):
+        return form.first + name.removeprefix("layers.0.")
+    return name
+
+
+def _settle_parts(
+    config: EagleConfig, tensors: Tensors, form: Form, to: str, target: Target | None, notes: list[str]
+) -> None:
+    """Add what the form wants of the target, drop what it leaves to the target."""
+    wants_head = config.version == 3
+    wants_embedding = config.version == 1 or config.hidden_size != config.target_hidden_size
+    for name, wanted, kept in ((_HEAD, wants_head, False), (_EMBED, wants_embedding, form.embedding)):
+        part = "embedding" if name == _EMBED else "head"
+        if wanted and name not in tensors:
+            if target is None:
+                raise ConfigError(
+                    f"the {to} form holds the {part}, which this draft borrows; name the target"
+                )
+            tensors[name] = _pending(_part_of(target, name))
+            notes.append(f"the target's {part} was copied into the file")
+        elif name in tensors and not wanted and not kept:
+            if target is None:
+                raise ConfigError(
+                    f"the {to} form leaves the {part} to the target, but this draft ships one; name the "
+                    f"target, so "
+                    "that it can be seen whether they are the same"
+                )
+            theirs = _part_of(target, name)
+            own = tensors[name].make().astype(theirs.dtype)
+            if not np.array_equal(own, theirs):
+                raise ConfigError(
+                    f"the draft's {part} differs from the target's and the {to} form cannot hold it"
+                )
+            del tensors[name]
+            notes.append(f"the {part}, which equals the target's, was left out")
+
+
+def _part_of(target: Target, name: str) -> np.ndarray:
+    """The target's embedding or head as a file would hold it, [V, H]."""
+    if name == _HEAD and "head" in target.params:
+        return np.asarray(target.params["head"]).T
+    return np.asarray(target.params["embed"])
+
+
+def _settle_boundaries(config: EagleConfig, to: str, target: Target | None, notes: list[str]) -> None:
+    """The safeailab form names no boundaries: its code always reads the usual ones."""
+    if to != "safeailab" or not config.aux:
+        return
+    if target is None:
+        raise ConfigError(
+            f"the safeailab form reads the usual boundaries 2, n/2, n-3; name the target, so that it can be "
+            f"seen "
+            f"whether {list(config.aux)} are those"
+        )
+    usual = default_boundaries(target.config.num_layers)
+    if usual != config.aux:
+        raise ConfigError(f"the safeailab form reads boundaries {list(usual)}, this draft {list(config.aux)}")
+    notes.append(f"boundaries {list(usual)} are the usual ones and need no entry")
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling`` (None for plain RoPE) as config.json spells them."""
+    fields: dict[str, tuple[str, ...]] = {
+        "default": (),
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": (
+            "factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
+    }
+    out: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+    if rope.kind != "default":
+        scaling: dict[str, Any] = {"rope_type": rope.kind}
+        scaling |= {name: value for name in fields[rope.kind] if (value := getattr(rope, name)) is not None}
+        if rope.original_max_position:
+            scaling["original_max_position_embeddings"] = rope.original_max_position
+        out["rope_scaling"] = scaling
+    if rope.rotary_fraction != 1.0:
+        out["partial_rotary_factor"] = rope.rotary_fraction
+    return out
+
+
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "hidden_act")
+_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+
+
+def _layer_config(config: EagleConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a Llama layer, which every form has somewhere."""
+    flat = {**source, **(source.get("transformer_layer_config") or {})}
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": _ACTIVATION_NAMES[config.activation],
+        "rms_norm_eps": config.norm_eps,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.rope.max_position,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        **rope_to_hf(config.rope),
+        **{k: flat[k] for k in _KEPT if flat.get(k) is not None and k != "hidden_act"},
+    }
+
+
+def _flat_config(
+    config: EagleConfig, form: Form, dtype: str, source: dict[str, Any], verifier: str | None
+) -> dict[str, Any]:
+    del verifier
+    out = {"architectures": [form.architecture[config.version]], **_layer_config(config, dtype, source)}
+    if config.version == 1:
+        return out | {"bias": config.fc_bias, "qkv_bias": config.qkv_bias}
+    out["draft_vocab_size"] = config.draft_vocab_size
+    if config.target_hidden_size != config.hidden_size:
+        out["target_hidden_size"] = config.target_hidden_size
+    return out
+
+
+def _sglang_config(
+    config: EagleConfig, form: Form, dtype: str, source: dict[str, Any], verifier: str | None
+) -> dict[str, Any]:
+    out = _flat_config(config, form, dtype, source, verifier)
+    if config.version == 1:
+        return out
+    out |= {"bias": config.fc_bias, "fc_norm": config.aux_norm == "each", "norm_output": config.head_norm}
+    return out | _block_ids(config)
+
+
+def _block_ids(config: EagleConfig, **more: Any) -> dict[str, Any]:
+    """``eagle_config`` with layer ids that count blocks: boundary i is the output of block i - 1."""
+    inner: dict[str, Any] = {"use_aux_hidden_state": True, **more}
+    if config.aux:
+        ids = [i - 1 for i in config.aux]
+        if ids[0] != 1:
+            # Loaders take a list for block numbers only when it starts at 1; any other is read as boundaries.
+            ids = list(config.aux)
+        inner["eagle_aux_hidden_state_layer_ids"] = ids
+    return {"eagle_config": inner}
+
+
+def _modelopt_config(
+    config: EagleConfig, form: Form, dtype: str, source: dict[str, Any], verifier: str | None
+) -> dict[str, Any]:
+    out = _flat_config(config, form, dtype, source, verifier)
+    out |= {"attention_bias": False, "mlp_bias": False, "use_cache": True}
+    return out | _block_ids(
+        config,
+        use_input_layernorm_in_first_layer=True,
+        use_last_layernorm=True,
+        use_mtp_layernorm=False,
+        next_layer_regular=True,
+    )
+
+
+def _speculators_config(
+    config: EagleConfig, form: Form, dtype: str, source: dict[str, Any], verifier: str | None
+) -> dict[str, Any]:
+    layer = _layer_config(config, dtype, source)
+    layer |= {"attention_bias": config.o_bias, "mlp_bias": False}
+    if config.qk_norm:
+        layer["model_type"] = "qwen3"
+    if any(config.windows):
+        layer["sliding_window"] = next(w for w in config.windows if w)
+        layer["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows]
+    given = (source.get("speculators_config") or {}).get("verifier") or {}
+    return {
+        "architectures": [form.architecture[3]],
+        "speculators_model_type": "eagle3",
+        "speculators_version": (source.get("speculators_version") or "0.4.0"),
+        "torch_dtype": dtype,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.aux_norm == "joined",
+        "fc_norm": config.aux_norm == "each",
+        "norm_output": config.feed_normed,
+        "embed_requires_grad": False,
+        "eagle_aux_hidden_state_layer_ids": list(config.aux) or None,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 3,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {
+                "name_or_path": verifier or given.get("name_or_path"),
+                "architectures": given.get("architectures") or [],
+            },
+        },
+    }
+
+
+_CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
+    "safeailab": _flat_config,
+    "sglang": _sglang_config,
+    "speculators": _speculators_config,
+    "modelopt": _modelopt_config,
+}
