@@ -1,1 +1,4 @@
-"""File formats: where models come from and how their tensors become parameters. Nothing else knows a tensor name."""
+"""File formats: where models come from and how tensors become parameters.
+
+Nothing else in the project knows a tensor name.
+"""

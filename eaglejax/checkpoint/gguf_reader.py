@@ -74,7 +74,7 @@ class _Cursor:
         return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code)))[0]
 
     def string(self) -> str:
-        length = self.scalar("Q")
+        length = int.from_bytes(self.data[self.take(8) : self.at], "little")
         start = self.take(length)
         try:
             return self.data[start : start + length].decode("utf-8")
@@ -91,6 +91,8 @@ class _Cursor:
             if item in _SCALARS:
                 dtype = np.dtype("<" + _SCALARS[item])
                 return np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize)).tolist()
+            if item == _ValueType.STRING:
+                return [self.string() for _ in range(count)]
             return [self.value(item) for _ in range(count)]
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])

@@ -59,16 +59,15 @@ def resolve(spec: Spec) -> Source:
 
 
 def _from_hub(spec: str, repo: str, revision: str | None, file: str | None) -> Source:
-    import httpx
     import huggingface_hub
 
     try:
-        if file is not None:
-            return Source(spec, "gguf", Path(huggingface_hub.hf_hub_download(repo, file, revision=revision)))
         folder = huggingface_hub.snapshot_download(
-            repo, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=_HUB_SKIP
+            repo,
+            revision=revision,
+            allow_patterns=HUB_FILES if file is None else [file],
+            ignore_patterns=_HUB_SKIP if file is None else None,
         )
-        return Source(spec, "folder", Path(folder))
     except huggingface_hub.errors.GatedRepoError as error:
         raise CheckpointError(
             f"{repo} is gated: accept its licence on the Hub and run `hf auth login`"
@@ -77,18 +76,15 @@ def _from_hub(spec: str, repo: str, revision: str | None, file: str | None) -> S
         raise CheckpointError(
             f"{repo} is neither a local folder nor a repository of the Hub (or it is private)"
         ) from error
-    except (huggingface_hub.errors.EntryNotFoundError, huggingface_hub.errors.RevisionNotFoundError) as error:
-        if not isinstance(error, huggingface_hub.errors.LocalEntryNotFoundError):
-            raise CheckpointError(
-                f"{spec}: the Hub has the repository, but not this file or revision"
-            ) from error
-        raise _offline(repo) from error
-    except (OSError, httpx.HTTPError) as error:
-        raise _offline(repo) from error
-
-
-def _offline(repo: str) -> CheckpointError:
-    return CheckpointError(
-        f"{repo} is not in the local Hub cache and the Hub does not answer; go online once, "
-        f"or copy the repository to a folder and name that, or use 'demo'"
-    )
+    except huggingface_hub.errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{repo} has no revision {revision!r} on the Hub") from error
+    except (OSError, huggingface_hub.errors.HTTPError) as error:
+        raise CheckpointError(
+            f"{repo} is not in the local Hub cache and the Hub does not answer; go online once, "
+            "or copy the repository to a folder and name that, or use 'demo'"
+        ) from error
+    if file is None:
+        return Source(spec, "folder", Path(folder))
+    if not (Path(folder) / file).is_file():
+        raise CheckpointError(f"{repo} has no file {file!r} on the Hub")
+    return Source(spec, "gguf", Path(folder) / file)

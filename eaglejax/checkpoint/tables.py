@@ -180,7 +180,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-_CHUNK_ELEMENTS = 1 << 22
+_CHUNK_ELEMENTS = 1 << 19
 
 
 def materialize(assignment: Assignment, store: TensorStore) -> np.ndarray:
@@ -201,5 +201,7 @@ def materialize(assignment: Assignment, store: TensorStore) -> np.ndarray:
             rows = store.rows(name, first + start, first + stop)
             if layout.value:
                 rows = layout.value(rows.astype(np.float32))
-            target[start:stop] = layout.rows(rows) if layout.rows else rows
+            rows = layout.rows(rows) if layout.rows else rows
+            # Cast first: a cast into strided memory goes element by element.
+            target[start:stop] = rows.astype(out.dtype, copy=False)
     return out
