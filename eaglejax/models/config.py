@@ -22,10 +22,10 @@ class ModelConfig:
     """Shape and arithmetic of a decoder; hashable, a compile-time constant.
 
     ``sliding[i]`` says that layer i attends within ``window`` positions (itself included) and uses
-    ``sliding_rope`` (None: ``rope``). ``sparse[i]`` says that layer i's feed-forward block is the mixture ``moe``.
-    ``norm_offset``: norm weights are stored as distance from one. ``sandwich_norms``: a second norm closes each
-    of the two blocks of a layer before its residual sum. ``embed_scale`` multiplies the embedding (rounded to its
-    dtype first), ``query_scale`` the attention scores.
+    ``sliding_rope`` (None: ``rope``). ``sparse[i]`` says that layer i's feed-forward block is the mixture
+    ``moe``. ``norm_offset``: norm weights are stored as distance from one. ``sandwich_norms``: a second
+    norm closes each of the two blocks of a layer before its residual sum. ``embed_scale`` (rounded to the
+    embedding's dtype) multiplies the embedding, ``query_scale`` the attention scores.
     """
 
     family: str
@@ -139,7 +139,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 1e4,
     },
 }
-"""Supported ``model_type``s and the keys that their published configs may leave out, with what is then meant."""
+"""Supported ``model_type``s, each with the keys that its configs may leave out and what is then meant."""
 
 
 class _Reader:

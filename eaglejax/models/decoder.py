@@ -37,8 +37,8 @@ Params = dict[str, Any]
 class Forward:
     """What a forward over N new tokens yields.
 
-    ``hidden`` [B, N, H] after the final norm; ``aux`` [B, N, A, H], the boundaries asked for, or None; ``cache`` holds
-    the new keys and values at slots [length, length + N) with its lengths unmoved.
+    ``hidden`` [B, N, H] after the final norm; ``aux`` [B, N, A, H], the boundaries asked for, or None;
+    ``cache`` holds the new keys and values at slots [length, length + N), its lengths unmoved.
     """
 
     hidden: jax.Array
@@ -139,10 +139,11 @@ def forward(
 ) -> Forward:
     """Run N new tokens on top of the committed prefix.
 
-    ``tokens``, ``positions`` [B, N] int32; ``visible`` [B, N, N] bool: which of the new tokens each new token sees,
-    itself included; the prefix [0, cache.lengths) is always seen, sliding windows permitting. ``aux``: hidden-state
-    boundaries to return, 0 = embedding after any scaling, i = output of block i, num_layers = before the final norm.
-    The caller guarantees ``cache.lengths + N <= capacity``. Raises ConfigError for shapes or boundaries that cannot be.
+    ``tokens``, ``positions`` [B, N] int32; ``visible`` [B, N, N] bool: which of the new tokens each new
+    token sees, itself included; the prefix [0, cache.lengths) is always seen, sliding windows permitting.
+    ``aux``: ids of the hidden-state boundaries to return, 0 = embedding after any scaling, i = output of
+    block i, num_layers = before the final norm. The caller guarantees ``cache.lengths + N <= capacity``.
+    Raises ConfigError for shapes or boundaries that cannot be.
     """
     _check(config, tokens, positions, cache, visible, aux)
     with jax.named_scope("embed"):

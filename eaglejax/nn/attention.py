@@ -43,9 +43,9 @@ def _slot_positions(positions: jax.Array, slot_positions: jax.Array | None) -> j
 
 
 def _overlay(base: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
-    """``base`` [B, ..., S] with ``new`` [B, ..., M] at slots ``lengths[b] ..`` (a block copy a row, no scatter)."""
+    """``base`` [B, ..., S] with ``new`` [B, ..., M] from slot ``lengths[b]`` on (a block copy a row)."""
     for b in range(base.shape[0]):
-        start = (b, *([0] * (base.ndim - 2)), lengths[b])
+        start: list[int | jax.Array] = [b, *([0] * (base.ndim - 2)), lengths[b]]
         base = jax.lax.dynamic_update_slice(base, new[b : b + 1].astype(base.dtype), start)
     return base
 
@@ -110,18 +110,18 @@ def attend(
     """Attend with ``q`` [B, N, Hq, d] over ``k``, ``v`` [B, Hkv, S, d]; result [B, N, Hq, d] in q's dtype.
 
     Keys and values of the new tokens already sit in the cache. Slots [0, lengths[b]) are the prefix: their
-    position is their slot and every query sees them (window permitting). Slots lengths[b] .. lengths[b]+M-1 are new;
-    ``visible`` [B, N, M] bool says who sees whom and ``slot_positions`` [B, M] where they stand (default:
-    ``positions`` [B, N], for M == N). Later slots are never read, whatever they hold; ``lengths + M <= S`` is the
-    caller's duty. Every query should see itself; one that sees nothing yields zeros.
-    Hq must be a multiple of Hkv (grouped-query attention, Ainslie et al. 2023). Softmax in f32.
-    ``softcap`` c replaces a score s by ``c tanh(s / c)`` before masking.
+    position is their slot and every query sees them (window permitting). Slots lengths[b] .. lengths[b]+M-1
+    are new; ``visible`` [B, N, M] bool says who sees whom and ``slot_positions`` [B, M] where they stand
+    (default: ``positions`` [B, N], for M == N). What later slots hold has no influence; ``lengths + M <=
+    S`` is the caller's duty. Every query should see itself; one that sees nothing yields zeros. Hq must be
+    a multiple of Hkv (grouped-query attention, Ainslie et al. 2023). Softmax in f32. ``softcap`` c replaces
+    a score s by ``c tanh(s / c)`` before masking.
     """
     if q.shape[2] % k.shape[1]:
         raise ConfigError(f"{q.shape[2]} query heads are not a multiple of {k.shape[1]} key/value heads")
     if slot_positions is None and visible.shape[2] != positions.shape[1]:
         raise ConfigError(
-            f"visible covers {visible.shape[2]} new slots for {positions.shape[1]} queries; give slot_positions"
+            f"visible has {visible.shape[2]} new slots for {positions.shape[1]} queries; give slot_positions"
         )
     if visible.shape[2] > k.shape[2]:
         raise ConfigError(f"{visible.shape[2]} new slots do not fit a cache of {k.shape[2]} slots")

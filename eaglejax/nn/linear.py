@@ -20,7 +20,7 @@ class PackedWeight(Protocol):
         """``x`` [..., I] times the [I, O] weight ([O, I] when ``transposed``) -> f32 [..., O]."""
 
     def grouped_matmul(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        """``x`` [T, I], sorted by group, times its group's matrix of [E, I, O] -> f32 [T, O]; ``sizes`` [E]."""
+        """``x`` [T, I], sorted by group, times its group's [I, O] of E -> f32 [T, O]; ``sizes`` [E] int32."""
 
     def take(self, ids: jax.Array) -> jax.Array:
         """Rows ``ids`` of a [V, H] table -> [..., H] in the activations' dtype."""
@@ -34,7 +34,8 @@ def linear(
 ) -> jax.Array:
     """``x`` [..., I] @ ``w`` [I, O] + ``b`` [O] -> [..., O], accumulated in f32.
 
-    ``transposed``: ``w`` is stored [O, I] (a tied head is the embedding table). ``dtype`` of the result: x's if None.
+    ``transposed``: ``w`` is stored [O, I] (a tied head is the embedding table). ``dtype`` of the result:
+    x's by default.
     """
     if isinstance(w, PackedWeight):
         y = w.matmul(x, transposed=transposed)

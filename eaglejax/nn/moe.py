@@ -1,4 +1,4 @@
-"""Mixture of experts without capacity limits: no token is ever dropped, so no token depends on its batch mates."""
+"""Mixture of experts without capacity limits: no token is dropped, so none depends on its batch mates."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from eaglejax.nn.mlp import activation
 class MoeConfig:
     """``experts`` E of width ``intermediate_size``, ``top_k`` of them a token.
 
-    ``softmax_first``: weights are the softmax over all experts, of which the chosen are kept (Qwen); otherwise
-    the softmax over the chosen logits alone (Mixtral). ``normalize``: the chosen weights are divided by their
-    sum (has no effect on the second kind, whose weights sum to one already).
+    ``softmax_first``: weights are the softmax over all experts, of which the chosen are kept (Qwen);
+    otherwise the softmax over the chosen logits alone (Mixtral). ``normalize``: the chosen weights are
+    divided by their sum (has no effect on the second kind, whose weights sum to one already).
     """
 
     experts: int
@@ -48,8 +48,8 @@ def route(logits: jax.Array, moe: MoeConfig) -> tuple[jax.Array, jax.Array]:
 def moe_mlp(x: jax.Array, params: dict[str, Any], moe: MoeConfig, act: str) -> jax.Array:
     """Weighted sum of the chosen experts' gated MLPs for ``x`` [..., H].
 
-    ``params``: router [H, E] and experts {gate, up [E, H, F], down [E, F, H]}. Tokens are sorted by expert and
-    each expert multiplies its own run of rows, however long.
+    ``params``: router [H, E] and experts {gate, up [E, H, F], down [E, F, H]}. Tokens are sorted by expert
+    and each expert multiplies its own run of rows, however long.
     """
     rows = x.reshape(-1, x.shape[-1])
     weights, chosen = route(linear(rows, params["router"], dtype=jnp.float32), moe)

@@ -1,9 +1,10 @@
 """Rotary position embedding (Su et al. 2021) and its context extensions.
 
-The frequencies of a model are constants: kinds that depend on the sequence length (``dynamic``, ``longrope``) are
-evaluated once, for ``RopeConfig.context``, instead of anew whenever a sequence grows. Keys already in a cache thus
-stay valid, cached decoding equals a forward from scratch, and a row does not depend on how long its batch
-mates are. With a context no longer than the model's own, ``dynamic`` is plain RoPE.
+The frequencies of a model are constants: kinds that depend on the sequence length (``dynamic``,
+``longrope``) are evaluated once, for ``RopeConfig.context``, instead of anew whenever a sequence grows.
+Keys already in a cache thus stay valid, cached decoding equals a forward from scratch, and a row does not
+depend on how long its batch mates are. With a context no longer than the model's own, ``dynamic`` is plain
+RoPE.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _PRETRAINED = ("yarn", "llama3", "longrope")  # kinds that refer to the length b
 class RopeConfig:
     """How positions turn into angles.
 
-    ``max_position`` is the length that the model was published for, ``original_max_position`` the one it was
-    pretrained with before extension, ``context`` the length that ``dynamic`` and ``longrope`` are evaluated for (default:
-    ``max_position``). ``rotary_fraction`` of each head is rotated, the rest passes. Other fields belong to one kind.
+    ``max_position`` is the length that the model was published for, ``original_max_position`` the one it
+    was pretrained with before extension, ``context`` the length that ``dynamic`` and ``longrope`` are
+    evaluated for (default: ``max_position``). ``rotary_fraction`` of each head is rotated, the rest passes.
+    The other fields belong to single kinds.
     """
 
     kind: str = "default"
@@ -61,7 +63,7 @@ class RopeConfig:
             raise ConfigError(f"rope type {self.kind!r} needs original_max_position_embeddings")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
-                f"rope high_freq_factor {self.high_freq_factor} must exceed low_freq_factor {self.low_freq_factor}"
+                f"low_freq_factor {self.low_freq_factor} not below high_freq_factor {self.high_freq_factor}"
             )
 
     def rotary_dim(self, head_dim: int) -> int:
@@ -140,7 +142,7 @@ def _llama3(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, 
 
 
 def _longrope(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
-    """LongRoPE (Ding et al. 2024): one searched factor a dimension, a set each for short and long contexts."""
+    """LongRoPE (Ding et al. 2024): a searched factor a dimension, apart for short and long contexts."""
     assert rope.original_max_position is not None
     is_long = (rope.context or rope.max_position) > rope.original_max_position
     name, factors = ("long_factor", rope.long_factor) if is_long else ("short_factor", rope.short_factor)
@@ -193,7 +195,8 @@ def from_hf(
     default_theta: float = 10000.0,
     context: int | None = None,
 ) -> RopeConfig:
-    """Read a Hugging Face ``config.json`` (older ``rope_theta`` + ``rope_scaling``, newer ``rope_parameters``).
+    """Read a Hugging Face ``config.json``: older ``rope_theta`` and ``rope_scaling``, newer
+    ``rope_parameters``.
 
     ``layer_type`` picks a section where parameters are kept per layer type. The same setting given twice with
     different values is refused (ConfigError), as is an unknown type: a wrong theta only shows as bad text.
@@ -205,8 +208,9 @@ def from_hf(
             return
         key = "rope_type" if key == "type" else key
         if key in settings and settings[key][0] != value:
+            first, first_where = settings[key]
             raise ConfigError(
-                f"{where} = {value!r} contradicts {settings[key][1]} = {settings[key][0]!r}; keep the right one"
+                f"{where} = {value!r} contradicts {first_where} = {first!r}; keep the right one"
             )
         settings[key] = (value, where)
 

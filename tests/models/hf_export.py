@@ -95,7 +95,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 @functools.cache
 def build(name: str) -> tuple[Any, model_config.ModelConfig, dict[str, Any]]:
-    """(transformers model, our config, our f32 params) of a family; every weight, norms and biases too, is random."""
+    """(transformers model, our config, our f32 params) of a family; norms and biases are random too."""
     config_class, model_class, settings = FAMILIES[name]
     return from_config(config_class(**{**TINY, **settings}), model_class)
 
@@ -166,7 +166,7 @@ def export(model: Any, config: model_config.ModelConfig) -> dict[str, Any]:
 
 
 def run(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One row of token ids [T] through transformers: (logits [T, V], boundaries [T, L+1, H] before the final norm)."""
+    """One row of token ids [T] through transformers: (logits [T, V], boundaries [T, L+1, H])."""
     caught = []
     hook = model.model.norm.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
     with torch.no_grad():

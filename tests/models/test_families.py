@@ -1,4 +1,4 @@
-"""Every family against transformers: logits, boundaries, ragged batches, cached decoding by chunk and by token."""
+"""Every family against transformers: logits, boundaries, ragged batches, decoding by chunk and by token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def step(params, config, tokens, cache, aux=()):
 
 @functools.cache
 def case(name: str):
-    """(config, params, right-padded tokens [B, T], transformers' logits and boundaries of each row run alone)."""
+    """(config, params, tokens [B, T], transformers' logits and boundaries of each row run alone)."""
     model, config, params = hf_export.build(name)
     tokens = np.random.default_rng(3).integers(1, config.vocab_size, (ROWS, WIDTH))
     reference = [hf_export.run(model, tokens[b, :t]) for b, t in enumerate(LENGTHS)]
@@ -64,7 +64,7 @@ def test_cached_decoding_by_chunk_then_token_by_token(name):
     got = [[] for _ in LENGTHS]
 
     def feed(cache, width, count):
-        """Each row feeds its next ``width`` tokens (clamped: rows that are done repeat) and keeps ``count``."""
+        """Each row feeds its next ``width`` tokens (rows that are done repeat) and keeps ``count``."""
         at = np.minimum(np.asarray(cache.lengths)[:, None] + np.arange(width), WIDTH - 1)
         logits, _, cache = step(params, config, np.take_along_axis(tokens, at, 1), cache)
         for b, c in enumerate(count):

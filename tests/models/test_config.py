@@ -1,0 +1,115 @@
+"""Reading configs: defaults that families leave out, nested text configs, refusals by name."""
+
+from __future__ import annotations
+
+import hf_export
+import pytest
+import transformers as tf
+
+from eaglejax.errors import ConfigError
+from eaglejax.models.config import FAMILIES, from_hf
+from eaglejax.nn.rope import RopeConfig
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+QWEN = {**LLAMA, "model_type": "qwen2"}
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 512}
+
+
+def test_what_a_config_leaves_out_means_what_the_family_means():
+    llama = from_hf(LLAMA)
+    assert (llama.num_kv_heads, llama.head_dim, llama.window, llama.tie_embeddings) == (4, 8, None, False)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (False, False, False)
+    assert from_hf({**LLAMA, "model_type": "mistral"}).window == 4096
+    assert from_hf({**LLAMA, "model_type": "mistral", "sliding_window": None}).window is None
+    assert from_hf(QWEN).qkv_bias
+    assert not from_hf(QWEN).o_bias
+    assert from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    "family", sorted({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
+)
+def test_defaults_are_those_of_transformers(family):
+    """Each key that FAMILIES fills in has the value that transformers' own class fills in."""
+    reference = tf.AutoConfig.for_model(family).to_dict()
+    renamed = {"rope_theta", "rope_local_base_freq", "sliding_window_pattern"}
+    for key, value in FAMILIES[family].items():
+        if key == "sliding_window" and "use_sliding_window" in FAMILIES[family]:
+            continue  # transformers forgets the width when the switch is off
+        if key not in renamed:
+            assert reference[key] == value or (key == "mlp_only_layers" and reference[key] == []), key
+    ropes = reference["rope_parameters"]
+    full = ropes.get("full_attention", ropes)
+    assert full["rope_theta"] == FAMILIES[family].get("rope_theta", 10000.0)
+
+
+def test_every_family_of_the_comparison_is_listed():
+    assert {c.model_type for c, _, _ in hf_export.FAMILIES.values()} == set(FAMILIES)
+
+
+def test_gemma_from_a_sparse_multimodal_config():
+    """Published multimodal configs give the text model a handful of keys."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    config = from_hf({"model_type": "gemma3", "text_config": {**text, "rope_scaling": scaling}})
+    assert (config.vocab_size, config.head_dim, config.num_heads, config.num_kv_heads) == (262_208, 256, 8, 4)
+    assert config.tie_embeddings
+    assert config.sliding == tuple((i + 1) % 6 != 0 for i in range(34))
+    assert config.layer_rope(5) == RopeConfig(kind="linear", factor=8.0, theta=1e6, max_position=131_072)
+    assert config.layer_rope(0) == RopeConfig(theta=1e4, max_position=131_072)
+    assert (config.layer_window(0), config.layer_window(5)) == (1024, None)
+
+
+def test_gemma_spellings_agree():
+    old = from_hf({**GEMMA, "rope_theta": 5e5, "rope_local_base_freq": 2e4, "sliding_window_pattern": 3})
+    sections = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
+    types = ["full_attention" if (i + 1) % 3 == 0 else "sliding_attention" for i in range(7)]
+    assert old == from_hf({**GEMMA, "rope_parameters": sections, "layer_types": types})
+
+
+def test_qwen_slides_only_when_switched_on():
+    assert from_hf({**QWEN, "sliding_window": 8}).window is None
+    on = from_hf({**QWEN, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1})
+    assert on.sliding == (False, True)
+
+
+def test_context_reaches_the_frequencies():
+    scaled = {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    assert from_hf(scaled, context=256).rope.context == 256
+    assert hash(from_hf(scaled)) != hash(from_hf(scaled, context=256))
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({"model_type": "mamba"}, ["mamba", "llama", "qwen3_moe"]),
+        ({}, ["None", "gemma3_text"]),
+        ({"model_type": "gemma3"}, ["text_config"]),
+        ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, ["llama", "hidden_size"]),
+        ({**LLAMA, "num_hidden_layers": "two"}, ["num_hidden_layers", "two"]),
+        ({**LLAMA, "num_hidden_layers": 0}, ["num_layers"]),
+        ({**LLAMA, "num_key_value_heads": 3}, ["4 heads", "3"]),
+        ({**LLAMA, "hidden_act": "mish"}, ["mish", "silu"]),
+        ({**LLAMA, "head_dim": 7}, ["7", "even"]),
+        ({**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 2}, ["num_experts"]),
+        ({**GEMMA, "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({**GEMMA, "layer_types": ["chunked_attention"] * 7}, ["chunked_attention", "sliding_attention"]),
+        ({**GEMMA, "layer_types": ["sliding_attention"] * 3}, ["3 entries", "7 layers"]),
+        ({**GEMMA, "sliding_window": 0}, ["sliding_window", "0"]),
+        ({**LLAMA, "model_type": "mistral", "layer_types": ["full_attention"] * 2}, ["layer_types", "4096"]),
+        ({**LLAMA, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, ["rope_theta", "500000"]),
+    ],
+)
+def test_configs_that_cannot_be_are_refused_by_name(config, names):
+    with pytest.raises(ConfigError) as error:
+        from_hf(config)
+    for name in names:
+        assert name in str(error.value)
