@@ -24,10 +24,8 @@ class CacheReport:
 
 
 def home(environ: MutableMapping[str, str]) -> Path:
-    """Where eaglejax keeps what it can make again: ``$EAGLEJAX_CACHE``, else in the user's cache folder."""
-    if environ.get(HOME_VARIABLE):
-        return Path(environ[HOME_VARIABLE]).expanduser()
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eaglejax"
+    """Where eaglejax keeps what it can make again: ``$EAGLEJAX_CACHE``, else ``~/.cache/eaglejax``."""
+    return Path(environ.get(HOME_VARIABLE) or "~/.cache/eaglejax").expanduser()
 
 
 def enable(environ: MutableMapping[str, str], *, started: bool) -> CacheReport:

@@ -1,0 +1,231 @@
+"""``eaglejax bench``: speed and acceptance of methods, beside the fastest plain decoding of the session."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import eaglejax as ej
+from eaglejax.api import encode_prompt
+from eaglejax.cli import methods, near_ties, show, timing
+from eaglejax.config import BadRow, PromptRow, SpeculativeConfig, read_prompts
+from eaglejax.devices import machine
+from eaglejax.errors import ConfigError, EaglejaxError
+from eaglejax.speculate import metrics
+
+ROUNDS_A_CHUNK = 16
+"""Rounds between two looks at the host: a bench streams to no one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Decode every prompt greedily with each method, one at a time, and compare."""
+
+    target: str
+    """The model: `demo`, a folder, a .gguf file or a Hub id."""
+    prompts: str
+    """A JSON Lines file, see `eaglejax generate`."""
+    methods: str = "ar,ngram"
+    """Methods with commas between them; plain decoding (ar) is always among them."""
+    draft: str | None = None
+    """The draft of methods that have one."""
+    prediction_field: str | None = None
+    """The field of the prompt file that holds what the answer will mostly repeat."""
+    max_new_tokens: int = 256
+    """Most tokens of an answer."""
+    limit: int | None = None
+    """Read this many prompts at most."""
+    chat: bool = False
+    """Wrap plain prompts in the model's chat template; messages and turns always are."""
+    dtype: str | None = None
+    """Measure in this dtype alone. Default: bfloat16, and on a CPU plain decoding in float32 too."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else there."""
+
+    def run(self) -> int:
+        """The command. Exit status 1 when a prompt failed or a text is not plain decoding's."""
+        configs = self._configs()
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be 1 or more")
+        rows = read_prompts(self.prompts, prediction_field=self.prediction_field, limit=self.limit)
+        with show.status(f"loading {self.target}"):
+            target = ej.load_target(self.target, dtype=self.dtype)
+            proposers = {name: methods.proposer_from(target, config) for name, config in configs.items()}
+        dtype = target.dtype.name
+        session = Session(self.max_new_tokens, chat=self.chat)
+        session.run(target, proposers, rows)
+        if self.dtype is None and plain_in_float32_too():
+            del proposers
+            target = reload_in_float32(target)
+            session.run_plain(FLOAT32_AR, target)
+        report = {**session.report(), "machine": machine_report(dtype)}
+        if self.json:
+            show.print_json(report)
+        else:
+            show.stderr().print(
+                show.stats_table(f"{self.target}, {session.best_ar} is the fastest AR", report["methods"])
+            )
+        for error in report["errors"]:
+            show.print_error(f"prompt {error['id']}: {error['error']}")
+        return 0 if session.sound else 1
+
+    def _configs(self) -> dict[str, SpeculativeConfig]:
+        names = [name.strip() for name in self.methods.split(",")]
+        repeated = {name for name in names if names.count(name) > 1}
+        if repeated:
+            raise ConfigError(f"--methods names {min(repeated)!r} twice")
+        chosen = {name: methods.method_named(name) for name in dict.fromkeys(["ar", *names])}
+        if self.draft is not None and not any(m.needs_draft for m in chosen.values()):
+            raise ConfigError(
+                f"none of the methods {', '.join(names)} uses a draft, but --draft is {self.draft!r}"
+            )
+        predicts = any(m.reads_prediction for m in chosen.values())
+        if predicts != (self.prediction_field is not None):
+            raise ConfigError(
+                "method 'prediction' and --prediction-field go together: the field holds what it drafts from"
+            )
+        configs = {
+            name: SpeculativeConfig(name, model=self.draft if method.needs_draft else None)
+            for name, method in chosen.items()
+        }
+        for config in configs.values():
+            methods.check_config(config)
+        return configs
+
+
+FLOAT32_AR = "ar_float32"
+"""The name under which plain decoding in float32 stands beside the session's own dtype."""
+
+
+def plain_in_float32_too() -> bool:
+    """Whether float32 may be the faster dtype for one token at a time: it is on some CPUs."""
+    import jax
+
+    return jax.default_backend() == "cpu"
+
+
+def reload_in_float32(target: ej.Target) -> ej.Target:
+    """The same model in float32; the given one's weights are freed first, so both are never held."""
+    import jax
+
+    assert target.source is not None
+    source, context = target.source, target.context
+    for leaf in jax.tree.leaves(target.params):
+        leaf.delete()
+    gc.collect()
+    with show.status("loading the same model in float32, for the fastest plain decoding"):
+        return ej.load_target(source, dtype="float32", context=context)
+
+
+class Session:
+    """Runs of several methods over the same prompts.
+
+    Plain decoding answers every prompt first, and its answers are what later turns of a conversation see, so
+    that all methods are asked the same. Every run is greedy, alone in its batch, and timed without
+    compilation. ``view``: called with a method's name before its run; what it returns sees the text.
+    """
+
+    def __init__(
+        self,
+        max_new_tokens: int,
+        *,
+        chat: bool = False,
+        rounds_a_chunk: int = ROUNDS_A_CHUNK,
+        view: Callable[[str], Callable[[str], None]] | None = None,
+    ) -> None:
+        self._options = {"max_new_tokens": max_new_tokens, "rounds_a_chunk": rounds_a_chunk}
+        self._chat = chat
+        self._view = view
+        self._asked: list[tuple[int, ...]] = []
+        self._comparisons: dict[str, near_ties.Comparison] = {}
+        self._errors: list[dict[str, Any]] = []
+        self.answers: dict[str, list[tuple[str | int, ej.Generation]]] = {}
+
+    def run(self, target: ej.Target, proposers: dict[str, Any], rows: Sequence[PromptRow | BadRow]) -> None:
+        """Decode ``rows`` with every proposer; ``ar`` is among them."""
+        tolerance = near_ties.TOLERANCE[target.dtype.name]
+        for name in proposers:
+            self.answers[name] = []
+            self._comparisons[name] = near_ties.Comparison(tolerance)
+        with show.progress("measuring", len(rows)) if self._view is None else show.no_progress() as advance:
+            for row in rows:
+                try:
+                    if isinstance(row, BadRow):
+                        self._errors.append({"id": row.id, "error": row.error})
+                    else:
+                        self._run_row(target, proposers, row)
+                except EaglejaxError as error:
+                    self._errors.append({"id": row.id, "error": str(error)})
+                advance()
+
+    def _run_row(self, target: ej.Target, proposers: dict[str, Any], row: PromptRow) -> None:
+        texts: list[str] = []
+        for turn in range(row.count):
+            prompt = encode_prompt(target, row.request(texts, chat=self._chat))
+            results = {
+                name: timing.timed(
+                    target,
+                    prompt,
+                    None if self._view is None else functools.partial(self._view, name),
+                    proposer=proposers[name],
+                    prediction=row.predictions[turn] if methods.METHODS[name].reads_prediction else None,
+                    **self._options,
+                )
+                for name in proposers
+            }
+            plain = results["ar"]
+            self._asked.append(prompt)
+            for name, result in results.items():
+                self.answers[name].append((row.id, result))
+                self._comparisons[name] = near_ties.compare(
+                    self._comparisons[name], target, prompt, plain.token_ids, result.token_ids
+                )
+            texts.append(plain.text)
+
+    def run_plain(self, name: str, target: ej.Target) -> None:
+        """Plain decoding of the same prompts by ``target``, for its speed alone."""
+        ids = [row for row, _ in self.answers["ar"]]
+        self.answers[name] = []
+        with show.progress(f"measuring {name}", len(ids)) as advance:
+            for row, prompt in zip(ids, self._asked, strict=True):
+                self.answers[name].append((row, timing.timed(target, prompt, None, **self._options)))
+                advance()
+
+    def _total(self, name: str) -> metrics.Stats:
+        return metrics.total(answer.stats for _, answer in self.answers[name])
+
+    @property
+    def best_ar(self) -> str:
+        """The fastest plain decoding: ``ar``, or ``ar_float32``."""
+        plain = [name for name in ("ar", FLOAT32_AR) if name in self.answers]
+        return max(plain, key=lambda name: self._total(name).tokens_per_second)
+
+    @property
+    def sound(self) -> bool:
+        """No prompt failed and no text was wrong."""
+        return not self._errors and all(c.identical for c in self._comparisons.values())
+
+    def report(self) -> dict[str, Any]:
+        """``methods``, ``best_ar`` and ``errors`` of what ``bench --json`` prints."""
+        best = self._total(self.best_ar).tokens_per_second
+        table: dict[str, Any] = {}
+        for name, answers in self.answers.items():
+            total, comparison = self._total(name), self._comparisons.get(name)
+            table[name] = {
+                **total.to_json(),
+                "answers": len(answers),
+                "seconds": total.seconds,
+                "speedup_vs_best_ar": total.tokens_per_second / best if best else 0.0,
+                # Another dtype is another model, whose text is its own.
+                **(comparison.to_json() if comparison else {"identical_to_ar": None}),
+            }
+        return {"methods": table, "best_ar": self.best_ar, "errors": self._errors}
+
+
+def machine_report(target_dtype: str) -> dict[str, Any]:
+    """The ``machine`` object of bench and demo: where the figures come from, and the most memory it took."""
+    peak = round(machine.peak_memory_bytes() / machine.GIB, 2)
+    return {**machine.describe(), "dtype": target_dtype, "peak_memory_gib": peak}

@@ -1,0 +1,201 @@
+"""``eaglejax demo``: a real model writes the same text twice, plainly and with drafts, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import rich.columns
+import rich.console
+import rich.live
+import rich.markup
+import rich.panel
+import rich.text
+
+import eaglejax as ej
+from eaglejax.cli import methods, show
+from eaglejax.cli.answers import answer_json
+from eaglejax.cli.bench import FLOAT32_AR, Session, machine_report, plain_in_float32_too, reload_in_float32
+from eaglejax.config import PromptRow, SpeculativeConfig
+
+TARGET = "demo"
+STREAMED_ROUNDS = 4
+"""Rounds between two looks at the host: few enough to watch the text grow."""
+
+STATS_CODE = """\
+def mean(values):
+    total = 0
+    for value in values:
+        total = total + value
+    return total / len(values)
+
+
+def variance(values):
+    center = mean(values)
+    total = 0
+    for value in values:
+        total = total + (value - center) ** 2
+    return total / len(values)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """One thing to watch: a request, the method that drafts, and the length of the answer in tokens."""
+
+    title: str
+    method: str
+    row: PromptRow
+    max_new_tokens: int
+
+
+def _scene(
+    name: str, title: str, method: str, ask: str, max_new_tokens: int, prediction: str | None = None
+) -> Scene:
+    row = PromptRow(name, messages=({"role": "user", "content": ask},), predictions=(prediction,))
+    return Scene(title, method, row, max_new_tokens)
+
+
+def scenes(quick: bool) -> list[Scene]:
+    """The requests of the demo, short ones alone when ``quick``."""
+    write = _scene(
+        "write",
+        "Write code; drafts repeat what the text has said before (n-gram lookup)",
+        "ngram",
+        "Write a Python class Vec3 with fields x, y, z and the methods __add__, __sub__, __mul__ and "
+        "__neg__. Code only, no comments.",
+        64 if quick else 160,
+    )
+    edit = _scene(
+        "edit",
+        "Edit code; drafts come from the code to be edited (predicted output)",
+        "prediction",
+        "Rename the variable `total` to `result` everywhere in this code. Answer with the whole code "
+        "only.\n\n"
+        f"```python\n{STATS_CODE}```",
+        96 if quick else 160,
+        f"```python\n{STATS_CODE}```",
+    )
+    table = _scene(
+        "table",
+        "Turn a list into JSON (n-gram lookup)",
+        "ngram",
+        "Turn this list into a JSON array of objects with the keys city, country and river:\n"
+        "Paris, France, Seine; Vienna, Austria, Danube; Cairo, Egypt, Nile; London, England, Thames; "
+        "Rome, Italy, Tiber. JSON only.",
+        160,
+    )
+    return [write, edit] if quick else [write, edit, table]
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """Watch a small real model write with speculative decoding, token for token what it writes without."""
+
+    quick: bool = False
+    """Two short texts: under two minutes on two cores, compilation included."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else there."""
+
+    def run(self) -> int:
+        """The command. Exit status 1 when a text with drafts is not the plain one."""
+        with show.status("loading the demo model (the first time, it is downloaded)"):
+            target = ej.load_target(TARGET)
+        name, dtype = target.config.family, target.dtype.name
+        if not self.json:
+            show.print_note(
+                f"{name}, {target.nbytes / 2**30:.2f} GiB of weights in {dtype}; compiling takes a while"
+            )
+        played = [(scene, self._play(target, scene)) for scene in scenes(self.quick)]
+        if plain_in_float32_too():
+            target = reload_in_float32(target)
+            for _, session in played:
+                session.run_plain(FLOAT32_AR, target)
+        reports = [_report(scene, session) for scene, session in played]
+        sound = all(session.sound for _, session in played)
+        if self.json:
+            show.print_json({"identical": sound, "scenes": reports, "machine": machine_report(dtype)})
+        else:
+            for report in reports:
+                show.stderr().print(show.stats_table(report["title"], report["methods"]))
+        for report in reports:
+            for error in report["errors"]:
+                show.print_error(f"{error['id']}: {error['error']}")
+        return 0 if sound else 1
+
+    def _play(self, target: ej.Target, scene: Scene) -> Session:
+        proposers = {
+            name: methods.proposer_from(target, SpeculativeConfig(name)) for name in ("ar", scene.method)
+        }
+        with _stage(scene, quiet=self.json) as view:
+            session = Session(scene.max_new_tokens, rounds_a_chunk=STREAMED_ROUNDS, view=view)
+            session.run(target, proposers, [scene.row])
+        return session
+
+
+def _report(scene: Scene, session: Session) -> dict[str, Any]:
+    results = [
+        {"method": method, **answer_json(row, [answer])}
+        for method, answers in session.answers.items()
+        for row, answer in answers
+    ]
+    return {"id": scene.row.id, "title": scene.title, **session.report(), "results": results}
+
+
+View = Callable[[str], Callable[[str], None]]
+
+
+@contextlib.contextmanager
+def _stage(scene: Scene, *, quiet: bool) -> Iterator[View]:
+    """Where a scene is watched: two panels side by side on a terminal, one text after the other elsewhere."""
+    if quiet:
+        yield lambda method: lambda text: None
+        return
+    console = rich.console.Console(highlight=False)
+    console.print(f"\n[bold]{rich.markup.escape(scene.title)}[/]")
+    if not sys.stdout.isatty():
+        yield _write_after_each_other
+        print()
+        return
+    panels = _Panels(console, ("ar", scene.method))
+    with rich.live.Live(panels, console=console, refresh_per_second=12) as live:
+        yield panels.open
+        panels.whole = True
+        live.refresh()
+
+
+def _write_after_each_other(method: str) -> Callable[[str], None]:
+    show.write_text(f"\n--- {method} ---\n")
+    return show.write_text
+
+
+class _Panels:
+    """The texts of several methods in columns; while they grow, the end of each is shown."""
+
+    def __init__(self, console: rich.console.Console, names: tuple[str, ...]) -> None:
+        self._console = console
+        self._texts = dict.fromkeys(names, "")
+        self.whole = False
+
+    def open(self, method: str) -> Callable[[str], None]:
+        """Start the text of a method anew; what is returned adds to it."""
+        self._texts[method] = ""
+
+        def add(text: str) -> None:
+            self._texts[method] += text
+
+        return add
+
+    def __rich__(self) -> rich.columns.Columns:
+        width = (self._console.width - len(self._texts)) // len(self._texts)
+        height = max(self._console.height - 6, 4)
+        columns = []
+        for name, text in self._texts.items():
+            body = rich.text.Text(text)
+            lines = body.wrap(self._console, max(width - 4, 10))
+            shown = lines if self.whole else lines[-height:]
+            columns.append(rich.panel.Panel(rich.text.Text("\n").join(shown), title=name, width=width))
+        return rich.columns.Columns(columns)

@@ -1,0 +1,118 @@
+"""``eaglejax doctor``: what this machine is, what is in force on it, and whether it decodes correctly."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+import rich.table
+
+import eaglejax as ej
+from eaglejax import devices
+from eaglejax.cli import show
+from eaglejax.devices import compile_cache, cpu, machine
+from eaglejax.models.config import ModelConfig
+from eaglejax.nn.rope import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """Report versions, devices, compiler flags, caches and memory, and decode with a tiny random model."""
+
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else there."""
+
+    def run(self) -> int:
+        """The command. Exit status 1 when the self-test fails."""
+        report = examine()
+        if self.json:
+            show.print_json(report)
+        else:
+            _print(report)
+        return 0 if report["self_test"]["passed"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """The object that ``doctor --json`` prints."""
+    import jax
+
+    startup = devices.prepare()
+    choice = cpu.choose_dtype()
+    return {
+        "machine": machine.describe(),
+        "adapter": {
+            "name": jax.default_backend(),
+            "fastest_dtype": choice.dtype,
+            "reason": choice.reason,
+            "product_ms": choice.milliseconds,
+        },
+        "cpu_flags": dataclasses.asdict(startup.cpu_flags),
+        "compile_cache": dataclasses.asdict(startup.compile_cache),
+        "home": str(compile_cache.home(os.environ)),
+        "self_test": self_test(),
+        "peak_memory_gib": round(machine.peak_memory_bytes() / machine.GIB, 2),
+    }
+
+
+def tiny_config() -> ModelConfig:
+    """A decoder that initialises and compiles in seconds."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position=256,
+        rope=RopeConfig(theta=1e4),
+        query_scale=8**-0.5,
+    )
+
+
+def self_test() -> dict[str, Any]:
+    """Greedy decoding of a tiny random model in float32: the same tokens plain and with drafts?"""
+    start = time.perf_counter()
+    target = ej.random_target(tiny_config(), seed=0)
+    prompt = [1, 2, 3, 4, 1, 2, 3]
+    plain, drafted = (
+        ej.generate(target, prompt, proposer=proposer, max_new_tokens=24)
+        for proposer in (None, ej.NGram(length=3))
+    )
+    return {
+        "passed": plain.token_ids == drafted.token_ids,
+        "tokens": len(plain.token_ids),
+        "accepted_drafts": drafted.stats.num_accepted_tokens,
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    place, adapter = report["machine"], report["adapter"]
+    table = rich.table.Table(show_header=False, title="eaglejax doctor", title_justify="left")
+    table.add_row(
+        "machine",
+        f"{place['system']}, {place['processor']}, {place['cores']} cores, {place['memory_gib']} GiB",
+    )
+    table.add_row("versions", ", ".join(f"{k} {v}" for k, v in place["versions"].items() if v))
+    table.add_row("python", place["python"])
+    table.add_row("devices", f"{place['platform']}: {', '.join(place['devices'])}")
+    table.add_row("fastest dtype", f"{adapter['fastest_dtype']}: {adapter['reason']}")
+    for dtype, times in adapter["product_ms"].items():
+        table.add_row("", f"{dtype}: " + ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in times.items()))
+    flags = report["cpu_flags"]
+    table.add_row("CPU flags", "\n".join([flags["reason"], *flags["in_force"]]))
+    cache = report["compile_cache"]
+    table.add_row("compilation cache", f"{cache['folder'] or 'off'} ({cache['reason']})")
+    table.add_row("downloads", report["home"])
+    test = report["self_test"]
+    table.add_row(
+        "self-test",
+        f"{'passed' if test['passed'] else 'FAILED'}: {test['tokens']} greedy tokens with drafts, "
+        f"{test['accepted_drafts']} of them accepted drafts, compared with plain decoding",
+    )
+    table.add_row("peak memory", f"{report['peak_memory_gib']} GiB")
+    show.stderr().print(table)

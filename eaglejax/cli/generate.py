@@ -1,0 +1,156 @@
+"""``eaglejax generate``: answers to prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import eaglejax as ej
+from eaglejax.cli import methods, show
+from eaglejax.cli.answers import answer_json, answer_rows, bad_row_json, in_groups
+from eaglejax.config import BadRow, PromptRow, SpeculativeConfig, parse_speculative_config, read_prompts
+from eaglejax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Answer prompts with a target model, drafting as asked; the text is the target's whatever the draft."""
+
+    target: str
+    """The model: `demo`, a folder, a .gguf file or a Hub id."""
+    draft: str | None = None
+    """The draft of methods that have one."""
+    method: str | None = None
+    """ar, ngram, prediction or draft_model. Default: draft_model where a draft is named, else ar."""
+    prompt: str | None = None
+    """One prompt."""
+    prompts: str | None = None
+    """A JSON Lines file with one object a line: {"prompt"}, {"messages"} or {"turns"}, perhaps {"id"}."""
+    chat: bool = False
+    """Wrap plain prompts in the model's chat template; messages and turns always are."""
+    prediction_field: str | None = None
+    """The field of the prompt file that holds what the answer will mostly repeat."""
+    max_new_tokens: int = 256
+    """Most tokens of an answer."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens up to this probability; 1 keeps all."""
+    top_k: int = 0
+    """Keep this many likeliest tokens; 0 keeps all."""
+    seed: int | None = None
+    """Seed of every prompt's draws. Default: a fresh one."""
+    batch_size: int = 1
+    """Prompts decoded together."""
+    dtype: str | None = None
+    """bfloat16, float32 or float16, of weights and activations. Default: bfloat16."""
+    speculative_config: str | None = None
+    """A JSON object such as {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}."""
+    json: bool = False
+    """Print one JSON object a prompt on stdout, and nothing else there."""
+
+    def run(self) -> int:
+        """The command. Exit status 1 when some prompt could not be served."""
+        config = self._speculation()
+        rows = self._rows(config)
+        sampling = ej.Sampling(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed
+        )
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be 1 or more")
+        if self.batch_size < 1:
+            raise ConfigError(f"--batch-size is {self.batch_size}; it must be 1 or more")
+        with show.status(f"loading {self.target}"):
+            target = ej.load_target(self.target, dtype=self.dtype)
+            proposer = methods.proposer_from(target, config)
+        options = {"proposer": proposer, "sampling": sampling, "max_new_tokens": self.max_new_tokens}
+        if not self.json and self.prompt is not None:
+            return self._stream(target, rows[0], options)
+        return self._answer(target, rows, config, options)
+
+    def _speculation(self) -> SpeculativeConfig:
+        """Method and settings from --speculative-config, --method and --draft, which must agree."""
+        if self.speculative_config is None:
+            method = self.method or ("draft_model" if self.draft else "ar")
+            config = SpeculativeConfig(method, model=self.draft)
+        else:
+            config = parse_speculative_config(self.speculative_config)
+            if self.method not in (None, config.method):
+                raise ConfigError(
+                    f"--method says {self.method!r}, --speculative-config says {config.method!r}"
+                )
+            if self.draft is not None and config.model not in (None, self.draft):
+                raise ConfigError(f"--draft says {self.draft!r}, --speculative-config says {config.model!r}")
+            config = dataclasses.replace(config, model=config.model or self.draft)
+        methods.check_config(config)
+        return config
+
+    def _rows(self, config: SpeculativeConfig) -> list[PromptRow | BadRow]:
+        if (self.prompt is None) == (self.prompts is None):
+            raise ConfigError("give one of --prompt TEXT and --prompts FILE")
+        predicts = methods.method_named(config.method).reads_prediction
+        if predicts != (self.prediction_field is not None):
+            if predicts:
+                raise ConfigError(
+                    f"method {config.method!r} drafts from a prediction; name its field of the prompt file "
+                    "with --prediction-field"
+                )
+            raise ConfigError(
+                f"method {config.method!r} does not use predictions, so --prediction-field means nothing"
+            )
+        if self.prompt is not None:
+            if self.prediction_field is not None:
+                raise ConfigError("--prediction-field names a field of the file that --prompts names")
+            return [PromptRow(0, prompt=self.prompt)]
+        return read_prompts(self.prompts or "", prediction_field=self.prediction_field)
+
+    def _answer(
+        self,
+        target: ej.Target,
+        rows: list[PromptRow | BadRow],
+        config: SpeculativeConfig,
+        options: dict[str, Any],
+    ) -> int:
+        predicts = methods.method_named(config.method).reads_prediction
+        objects = []
+        with show.progress("answering", len(rows)) as advance:
+            for group in in_groups(rows, self.batch_size):
+                good = [row for row in group if isinstance(row, PromptRow)]
+                answers = iter(
+                    answer_rows(
+                        target, good, chat=self.chat, predicts=predicts, batch_size=self.batch_size, **options
+                    )
+                )
+                for row in group:
+                    value = (
+                        bad_row_json(row) if isinstance(row, BadRow) else answer_json(row.id, next(answers))
+                    )
+                    objects.append(value)
+                    self._print(value)
+                    advance()
+        failed = [value for value in objects if "error" in value]
+        if not self.json:
+            self._table({str(value["id"]): value["stats"] for value in objects if "stats" in value})
+        for value in failed:
+            show.print_error(f"prompt {value['id']}: {value['error']}")
+        return 1 if failed else 0
+
+    def _print(self, value: dict[str, Any]) -> None:
+        if self.json:
+            show.print_json(value)
+        elif "text" in value:
+            show.write_text(f"[{value['id']}]\n{value['text']}\n\n")
+
+    def _stream(self, target: ej.Target, row: PromptRow | BadRow, options: dict[str, Any]) -> int:
+        assert isinstance(row, PromptRow)
+        for piece in ej.stream(target, row.request([], chat=self.chat), **options):
+            if isinstance(piece, ej.Piece):
+                show.write_text(piece.text)
+            else:
+                show.write_text("\n")
+                self._table({self.target: piece.stats.to_json()})
+        return 0
+
+    def _table(self, stats: dict[str, dict[str, Any]]) -> None:
+        if stats:
+            show.stderr().print(show.stats_table("times include compilation", stats))

@@ -1,0 +1,46 @@
+"""The console command. Options are the fields of one dataclass a command; ``docs/cli.md`` lists them all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from eaglejax.cli.bench import Bench
+from eaglejax.cli.demo import Demo
+from eaglejax.cli.doctor import Doctor
+from eaglejax.cli.generate import Generate
+from eaglejax.cli.show import print_error
+from eaglejax.errors import EaglejaxError
+
+Command = (
+    Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status. 0: done, 1: done but not all is well, 2: refused."""
+    command = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        prog="eaglejax",
+        description="Lossless speculative decoding in JAX.",
+        args=argv,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    try:
+        return command.run()
+    except EaglejaxError as error:
+        print_error(str(error))
+        return 2
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What a person sees: text or JSON on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import rich.console
+import rich.markup
+import rich.progress
+import rich.table
+
+
+def stderr() -> rich.console.Console:
+    """A console on this moment's stderr."""
+    console = rich.console.Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        # A log has no width of its own, and a table cut to 80 columns is hard to read.
+        console.width = 120
+    return console
+
+
+def print_error(text: str) -> None:
+    """One red paragraph on stderr."""
+    stderr().print(f"error: {text}", style="bold red", markup=False, soft_wrap=True)
+
+
+def print_note(text: str) -> None:
+    """One dim paragraph on stderr."""
+    stderr().print(text, style="dim", markup=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on one line of stdout, at once."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def write_text(text: str) -> None:
+    """Model text on stdout as it comes."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr; the body calls the yielded function once a step."""
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TimeElapsedColumn(),
+    )
+    with rich.progress.Progress(*columns, console=stderr(), transient=True) as bar:
+        task = bar.add_task(rich.markup.escape(text), total=total)
+        yield lambda: bar.advance(task)
+
+
+@contextlib.contextmanager
+def no_progress() -> Iterator[Callable[[], None]]:
+    """In place of :func:`progress` where the text itself shows how far things are."""
+    yield lambda: None
+
+
+@contextlib.contextmanager
+def status(text: str) -> Iterator[None]:
+    """A spinner on stderr while the body runs; a plain line where stderr is no terminal."""
+    console = stderr()
+    if not console.is_terminal:
+        print_note(text)
+        yield
+        return
+    with console.status(rich.markup.escape(text)):
+        yield
+
+
+def stats_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> rich.table.Table:
+    """Acceptance and speed, one row a name; ``rows`` are statistics objects as the commands print them."""
+    table = rich.table.Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in ("tokens/s", "tau", "accepted at 1, 2, ...", "tokens", "ttft ms", "tpot ms"):
+        table.add_column(heading, justify="right")
+    judged = any("speedup_vs_best_ar" in row for row in rows.values())
+    if judged:
+        table.add_column("vs fastest AR", justify="right")
+        table.add_column("same text as AR", justify="right")
+    for name, row in rows.items():
+        cells = [
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['mean_acceptance_length']:.2f}",
+            acceptance(row["per_position_acceptance_rate"]),
+            str(row["num_tokens"]),
+            f"{row['ttft_ms']:.0f}",
+            f"{row['tpot_ms']:.1f}",
+        ]
+        if judged:
+            cells += [f"{row['speedup_vs_best_ar']:.2f}x", verdict(row)]
+        table.add_row(name, *cells)
+    return table
+
+
+def acceptance(rates: list[float], most: int = 4) -> str:
+    """The first rates of a list, two decimals each."""
+    shown = " ".join(f"{rate:.2f}".removeprefix("0") for rate in rates[:most])
+    return shown + (" ..." if len(rates) > most else "") if rates else "-"
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """Whether a method's text is AR's, in words."""
+    if row["identical_to_ar"] is None:
+        return "-"
+    if not row["identical_to_ar"]:
+        return f"NO: a flip of {row['largest_flip_gap']:.3g} exceeds {row['tie_tolerance']:g}"
+    if not row["flips"]:
+        return "yes"
+    return f"yes but {row['flips']} near ties (<= {row['largest_flip_gap']:.3g})"

@@ -1,0 +1,67 @@
+"""What a figure was measured on: the machine, the versions and the settings in force."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+VERSIONS = ("eaglejax", "jax", "jaxlib", "numpy", "transformers", "tokenizers", "safetensors", "gguf")
+
+
+def describe() -> dict[str, Any]:
+    """The ``machine`` object of every report. Starts jax."""
+    import jax
+
+    from eaglejax import devices
+
+    startup = devices.prepare()
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "cores": cores(),
+        "memory_gib": round(memory_bytes() / GIB, 1),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in VERSIONS},
+        "platform": jax.default_backend(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "cpu_flags": list(startup.cpu_flags.in_force),
+    }
+
+
+def processor() -> str:
+    """The processor's model name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Physical memory, bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_memory_bytes() -> int:
+    """Most memory that this process has held, bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
