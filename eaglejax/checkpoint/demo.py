@@ -121,6 +121,8 @@ def _from_hub(demo: Demo, repo: str, folder: Path) -> Path:
             while block := answer.read(1 << 20):
                 out.write(block)
                 advance(len(block))
+        if total and out.tell() != total:
+            raise OSError(f"{url} ended after {out.tell()} of {total} bytes")
     return whole
 
 

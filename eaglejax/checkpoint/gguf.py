@@ -154,6 +154,15 @@ class _Metadata:
             raise CheckpointError(f"{self.file.path} has no {self.architecture}.{key} in its metadata")
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """A number of things, of which there is at least one."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(
+                f"{self.file.path}: {self.architecture}.{key} = {value!r} must be a whole number above 0"
+            )
+        return value
+
 
 _MODEL_TYPES = {"qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
 
@@ -166,8 +175,8 @@ def config_from_metadata(file: GGUFFile) -> dict[str, Any]:
     meta = _Metadata(file)
     if "token_embd.weight" not in file.names():
         raise CheckpointError(f"{file.path} lacks token_embd.weight: it holds no language model")
-    heads, hidden = meta.need("attention.head_count"), meta.need("embedding_length")
-    head_dim = meta.get("attention.key_length", hidden // heads)
+    heads, hidden = meta.count("attention.head_count"), meta.count("embedding_length")
+    head_dim = meta.count("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.get(key, head_dim) != head_dim:
             raise CheckpointError(
@@ -180,11 +189,11 @@ def config_from_metadata(file: GGUFFile) -> dict[str, Any]:
         "model_type": _model_type(meta),
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": hidden,
-        "num_hidden_layers": meta.need("block_count"),
+        "num_hidden_layers": meta.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.get("attention.head_count_kv", heads),
+        "num_key_value_heads": meta.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": meta.need("context_length"),
+        "max_position_embeddings": meta.count("context_length"),
         "rms_norm_eps": meta.need("attention.layer_norm_rms_epsilon"),
         "rope_theta": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(meta, head_dim),
@@ -194,19 +203,19 @@ def config_from_metadata(file: GGUFFile) -> dict[str, Any]:
     }
     if config["model_type"] == "qwen3_moe":
         config |= {
-            "num_experts": meta.need("expert_count"),
-            "num_experts_per_tok": meta.need("expert_used_count"),
-            "moe_intermediate_size": meta.need("expert_feed_forward_length"),
+            "num_experts": meta.count("expert_count"),
+            "num_experts_per_tok": meta.count("expert_used_count"),
+            "moe_intermediate_size": meta.count("expert_feed_forward_length"),
             # Files of sparse layers alone may leave the dense width out; no layer would use it.
-            "intermediate_size": meta.get("feed_forward_length", meta.need("expert_feed_forward_length")),
+            "intermediate_size": meta.get("feed_forward_length", meta.count("expert_feed_forward_length")),
             "norm_topk_prob": True,
         }
     else:
-        config["intermediate_size"] = meta.need("feed_forward_length")
+        config["intermediate_size"] = meta.count("feed_forward_length")
     if config["model_type"] == "mixtral":
         config |= {
-            "num_local_experts": meta.need("expert_count"),
-            "num_experts_per_tok": meta.need("expert_used_count"),
+            "num_local_experts": meta.count("expert_count"),
+            "num_experts_per_tok": meta.count("expert_used_count"),
         }
     if meta.architecture == "llama":
         biased = "blk.0.attn_q.bias" in file.names()
@@ -226,15 +235,15 @@ def _model_type(meta: _Metadata) -> str:
 
 
 def _gemma3(meta: _Metadata, head_dim: int, hidden: int, heads: int) -> dict[str, Any]:
-    layers = meta.need("block_count")
-    pattern = meta.get("attention.sliding_window_pattern", 6)
+    layers = meta.count("block_count")
+    pattern = meta.get("attention.sliding_window_pattern") or 6
     # One flag a layer, or the period at which a layer attends to everything.
     flags = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
     return {
         # The 27B model alone (62 layers) scales by the mean width of a head; the metadata do not say so.
         "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,
         "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": meta.need("attention.sliding_window"),
+        "sliding_window": meta.count("attention.sliding_window"),
         "layer_types": ["sliding_attention" if flag else "full_attention" for flag in flags],
         "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0),
         "attn_logit_softcapping": meta.get("attn_logit_softcapping"),
@@ -261,7 +270,7 @@ def _rope_scaling(meta: _Metadata, head_dim: int) -> dict[str, Any] | None:
             "short_factor": divisors,
             "long_factor": divisors,
             "attention_factor": 1.0,
-            "original_max_position_embeddings": meta.need("context_length"),
+            "original_max_position_embeddings": meta.count("context_length"),
         }
     if kind == "none":
         return None

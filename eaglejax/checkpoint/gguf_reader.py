@@ -141,6 +141,8 @@ class GGUFFile:
             shape = tuple(cursor.scalar("Q") for _ in range(dimensions))[::-1]
             entries.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{self.path} is damaged: general.alignment = {alignment!r}")
         base = -(-cursor.at // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
         for name, shape, raw_kind, offset in entries:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,10 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _HEADS = ("language_model.lm_head.weight", "lm_head.weight")
 
 
+PLAIN_DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""Dtypes whose values are the weights themselves; narrower ones come with scales, in quantised formats."""
+
+
 class NormalizedStore:
     """A safetensors store whose names are those of ``*ForCausalLM``, whatever wrapper the checkpoint was
     saved from.
@@ -101,6 +105,16 @@ class NormalizedStore:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files.shape(self._stored[name])
+
+    def check_dtypes(self, names: Iterable[str]) -> None:
+        """Refuse tensors that hold no plain floating-point weights."""
+        for name in names:
+            dtype = self._files.dtype(self._stored[name])
+            if dtype.name not in PLAIN_DTYPES:
+                where = self._files.where(self._stored[name])
+                raise CheckpointError(
+                    f"{where}: tensor {name!r} is {dtype.name}; weights are read as {', '.join(PLAIN_DTYPES)}"
+                )
 
     def rows(self, name: str, start: int, stop: int) -> Any:
         return self._files.rows(self._stored[name], start, stop)
@@ -230,6 +244,7 @@ def load_folder(folder: Path, dtype: Any, *, context: int | None = None) -> tupl
         where=str(folder),
         ignorable=(*IGNORABLE, *IGNORABLE_OF.get(config.family, ()), *ignorable),
     )
+    store.check_dtypes(name for assignment in assignments for name in assignment.names)
     leaves = {}
     with progress(f"loading {folder.name}", len(assignments)) as advance:
         for assignment in assignments:

@@ -109,10 +109,14 @@ def weight_dtype(dtype: Any) -> np.dtype:
 
 
 def _context(context: int | None, config: ModelConfig) -> int:
+    """The longest sequence: what was asked for, within what the rotary scaling can stretch to."""
     if context is None:
         return config.max_position
-    if not 1 <= context <= config.max_position:
+    rope, most = config.rope, config.max_position
+    if rope.kind in ("linear", "dynamic", "yarn"):
+        most = max(most, int((rope.original_max_position or most) * rope.factor))
+    if not 1 <= context <= most:
         raise ConfigError(
-            f"context {context} must be between 1 and the model's {config.max_position} positions"
+            f"context {context} must be between 1 and {most}, the positions this model can have"
         )
     return context

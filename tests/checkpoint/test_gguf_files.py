@@ -1,0 +1,365 @@
+"""GGUF: the reader, every block format, every architecture, the converted copy, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import gguf
+import gguf_export
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from gguf import GGMLQuantizationType as Kind
+
+from eaglejax.checkpoint import gguf as gguf_models
+from eaglejax.checkpoint.files import cache_dir
+from eaglejax.checkpoint.gguf import load_gguf
+from eaglejax.checkpoint.gguf_reader import GGUFFile
+from eaglejax.errors import CheckpointError, EaglejaxError
+from eaglejax.nn import rope
+
+MATRIX_KINDS = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_1, Kind.Q5_0, Kind.Q4_1, Kind.Q4_0)
+
+
+def assert_trees(got, want, check):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(lambda a, b: check(np.asarray(a), np.asarray(b)), got, want)
+
+
+def decodable():
+    for kind in Kind:
+        try:
+            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            continue
+        yield kind
+
+
+@pytest.mark.parametrize("kind", decodable(), ids=lambda kind: kind.name)
+def test_every_block_format_is_read_in_any_cut_of_rows(kind, tmp_path):
+    """Random bytes are valid blocks of every format."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(0).integers(0, 256, (2, 5, 512 // block * size), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tensor("before", np.ones(3, np.float32))
+    writer.add_tensor("t", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(tmp_path / "x.gguf")
+    assert file.shape("t") == (2, 5, 512)
+    with np.errstate(all="ignore"):
+        want = gguf.dequantize(raw, kind).reshape(10, 512)
+        got = np.concatenate([file.rows("t", *cut) for cut in itertools.pairwise((0, 1, 4, 9, 10))])
+    np.testing.assert_array_equal(got, want)
+
+
+def test_metadata_equal_the_gguf_package_s_own_reader(tmp_path):
+    path = tmp_path / "m.gguf"
+    gguf_export.write(path, "gemma3")
+    reader, file = gguf.GGUFReader(path), GGUFFile(path)
+    want = {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+    assert file.metadata == want
+    assert {t.name: tuple(map(int, t.shape[::-1])) for t in reader.tensors} == {
+        n: file.shape(n) for n in file.names()
+    }
+
+
+@pytest.mark.parametrize("name", gguf_export.MODELS)
+def test_every_architecture_is_read_back(name, tmp_path):
+    path = tmp_path / "m.gguf"
+    _, want_config, want = gguf_export.write(path, name)
+    config, params, _ = load_gguf(path, jnp.float32)
+    # w + 1 was rounded in the file; everything else is exact.
+    tolerance = 2e-7 if name == "gemma3" else 0
+    assert_trees(params, want, lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance))
+    for layer in range(config.num_layers):
+        got_rope, want_rope = (c.layer_rope(layer) for c in (config, want_config))
+        got_inv, got_scale = rope.frequencies(got_rope, config.head_dim)
+        want_inv, want_scale = rope.frequencies(want_rope, config.head_dim)
+        np.testing.assert_allclose(got_inv, want_inv, rtol=3e-7)
+        assert got_scale == want_scale
+        assert config.layer_window(layer) == want_config.layer_window(layer)
+    rest = {"rope": None, "sliding_rope": None}
+    approximately = {"norm_eps": pytest.approx(want_config.norm_eps, rel=1e-6)}
+    assert dataclasses.asdict(config) | rest == dataclasses.asdict(want_config) | rest | approximately
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_transformers_reads_the_same_weights_from_the_file(name, tmp_path):
+    """An independent reading of names, permutations and norm offsets, quantised."""
+    path = tmp_path / "m.gguf"
+    model, config, _ = gguf_export.write(path, name, Kind.Q8_0)
+    # Its own reading of the metadata leaves head dimension and biases out.
+    theirs = type(model).from_pretrained(tmp_path, gguf_file="m.gguf", config=model.config, dtype="float32")
+    _, params, _ = load_gguf(path, jnp.float32)
+    assert_trees(params, gguf_export.hf_export.export(theirs, config), np.testing.assert_array_equal)
+
+
+@pytest.mark.parametrize("kind", MATRIX_KINDS, ids=lambda kind: kind.name)
+def test_quantised_weights_are_near_the_originals(kind, tmp_path):
+    """Within half a step of the block's grid, whose width is the block's span over the number of levels."""
+    path = tmp_path / "m.gguf"
+    *_, want = gguf_export.write(path, "qwen2", kind)
+    _, params, _ = load_gguf(path, jnp.float32)
+    bits = {Kind.F16: 11, Kind.BF16: 8, Kind.Q8_0: 7, Kind.Q5_1: 5, Kind.Q5_0: 4, Kind.Q4_1: 4, Kind.Q4_0: 3}[
+        kind
+    ]
+
+    def near(a, b):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1.1 * np.abs(b).max() / 2**bits)
+
+    assert_trees(params, want, near)
+    if kind is Kind.Q4_0:
+        assert np.abs(np.asarray(params["embed"]) - np.asarray(want["embed"])).max() > 0.01
+
+
+def test_older_files_keep_one_tensor_an_expert(tmp_path):
+    def split(writer, tensors):
+        for name in [n for n in tensors if n.endswith("_exps.weight")]:
+            stack, kind = tensors.pop(name)
+            for e, matrix in enumerate(stack):
+                tensors[name.replace("_exps.weight", f".{e}.weight")] = (matrix, kind)
+
+    path = tmp_path / "m.gguf"
+    *_, want = gguf_export.write(path, "mixtral", edit=split)
+    _, params, _ = load_gguf(path, jnp.float32)
+    assert_trees(params, want, np.testing.assert_array_equal)
+
+
+def test_yarn_scaling_equals_transformers(tmp_path):
+    def yarn(writer, tensors):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(16)
+
+    path = tmp_path / "m.gguf"
+    model, *_ = gguf_export.write(path, "qwen2", edit=yarn)
+    config, *_ = load_gguf(path, jnp.float32)
+    hf = model.config
+    hf.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": hf.rope_parameters["rope_theta"],
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    want, scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](hf, "cpu")
+    got, got_scale = rope.frequencies(config.rope, config.head_dim)
+    np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
+    assert got_scale == pytest.approx(scale)
+
+
+class TestConvertedCopy:
+    def test_a_second_load_reads_the_copy_and_not_the_file(self, tmp_path, monkeypatch):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen3")
+        first = load_gguf(path, jnp.bfloat16)
+        monkeypatch.setattr(gguf_models, "GGUFFile", None)
+        config, params, tokenizer = load_gguf(path, jnp.bfloat16)
+        assert config == first[0]
+        assert_trees(params, first[1], np.testing.assert_array_equal)
+        assert tokenizer.hash == first[2].hash
+        assert tokenizer.eos_ids == first[2].eos_ids
+        assert tokenizer.chat_template == first[2].chat_template
+
+    def test_weights_are_used_where_they_lie(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        for _ in range(2):
+            _, params, _ = load_gguf(path, jnp.float32)
+        assert params["embed"].unsafe_buffer_pointer() % 64 == 0
+        maps = Path("/proc/self/maps")
+        if not maps.exists():
+            pytest.skip("no /proc to look the mapping up in")
+        lines = maps.read_text().splitlines()
+        spans = [line.split()[0].split("-") for line in lines if "float32.safetensors" in line]
+        address = params["embed"].unsafe_buffer_pointer()
+        assert any(int(a, 16) <= address < int(b, 16) for a, b in spans)
+
+    def test_another_dtype_is_another_copy_of_one_description(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        for dtype in (jnp.float32, jnp.bfloat16):
+            _, params, _ = load_gguf(path, dtype)
+            assert params["embed"].dtype == dtype
+        (folder,) = (cache_dir() / "converted").iterdir()
+        assert {p.name for p in folder.glob("*.safetensors")} == {
+            "float32.safetensors",
+            "bfloat16.safetensors",
+        }
+
+    def test_an_edited_file_is_converted_anew(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        before = load_gguf(path, jnp.float32)[1]["norm"]
+
+        def change(writer, tensors):
+            tensors["output_norm.weight"] = (tensors["output_norm.weight"][0] * 2, Kind.F32)
+
+        gguf_export.write(path, "qwen2", edit=change)
+        np.testing.assert_array_equal(load_gguf(path, jnp.float32)[1]["norm"], before * 2)
+
+    def test_an_interrupted_conversion_leaves_nothing_behind(self, tmp_path, monkeypatch):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        calls = []
+
+        def breaks(assignment, store):
+            calls.append(assignment)
+            if len(calls) == 5:
+                raise KeyboardInterrupt
+            return real(assignment, store)
+
+        real = gguf_models.materialize
+        monkeypatch.setattr(gguf_models, "materialize", breaks)
+        with pytest.raises(KeyboardInterrupt):
+            load_gguf(path, jnp.float32)
+        (folder,) = (cache_dir() / "converted").iterdir()
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
+        monkeypatch.setattr(gguf_models, "materialize", real)
+        load_gguf(path, jnp.float32)
+
+    def test_a_cache_that_cannot_be_written_is_named(self, tmp_path, monkeypatch):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        (tmp_path / "blocked").write_text("")
+        monkeypatch.setenv("EAGLEJAX_CACHE", str(tmp_path / "blocked"))
+        with pytest.raises(CheckpointError, match="set EAGLEJAX_CACHE"):
+            load_gguf(path, jnp.float32)
+
+    def test_a_damaged_copy_says_what_to_delete(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        load_gguf(path, jnp.float32)
+        (weights,) = cache_dir().glob("converted/*/float32.safetensors")
+        weights.write_bytes(weights.read_bytes()[:-100])
+        with pytest.raises(CheckpointError, match=r"float32\.safetensors is truncated"):
+            load_gguf(path, jnp.float32)
+
+
+class TestRefusals:
+    def refuse(self, tmp_path, match, edit=None, name="qwen2"):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, name, edit=edit)
+        with pytest.raises(EaglejaxError, match=match):
+            load_gguf(path, jnp.float32)
+
+    def test_any_truncation(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        data = path.read_bytes()
+        # Cuts in the magic, the counts, the metadata, the directory, the data and one byte before the end.
+        for keep in (0, 3, 20, 100, 3000, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:keep])
+            with pytest.raises(CheckpointError, match=r"truncated|not a GGUF file"):
+                GGUFFile(path)
+
+    def test_flipped_header_bytes_never_escape_as_another_error(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen3")
+        data = bytearray(path.read_bytes())
+        rng = np.random.default_rng(1)
+        refused = 0
+        for at in [*range(0, 64), *rng.integers(64, 2000, 60)]:
+            damaged = bytearray(data)
+            damaged[at] ^= 0xFF
+            path.write_bytes(damaged)
+            try:
+                file = GGUFFile(path)
+                gguf_models.config_from_metadata(file)
+            except CheckpointError:
+                refused += 1
+        assert refused > 60
+
+    def test_other_files(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        path.write_bytes(b"PK\x03\x04" + bytes(100))
+        with pytest.raises(CheckpointError, match="not a GGUF file"):
+            GGUFFile(path)
+        path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + bytes(100))
+        with pytest.raises(CheckpointError, match="version 1; versions 2 and 3"):
+            GGUFFile(path)
+        path.write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(100))
+        with pytest.raises(CheckpointError, match="big-endian"):
+            GGUFFile(path)
+
+    def test_an_unknown_architecture(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        writer = gguf.GGUFWriter(path, "mamba")
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(
+            CheckpointError, match="architecture 'mamba' is not supported; supported are llama"
+        ):
+            load_gguf(path, jnp.float32)
+
+    def test_a_missing_tensor(self, tmp_path):
+        name = "blk.1.ffn_up.weight"
+        self.refuse(tmp_path, f"lacks 1 tensors.*{name}", lambda w, t: t.pop(name))
+
+    def test_an_unknown_tensor(self, tmp_path):
+        extra = (np.ones((2, 32), np.float32), Kind.F32)
+        self.refuse(
+            tmp_path, r"no use for: blk\.0\.attn_gate", lambda w, t: t.update({"blk.0.attn_gate": extra})
+        )
+
+    def test_experts_stored_twice(self, tmp_path):
+        def double(writer, tensors):
+            stack, kind = tensors["blk.0.ffn_up_exps.weight"]
+            tensors.update({f"blk.0.ffn_up.{e}.weight": (matrix, kind) for e, matrix in enumerate(stack)})
+
+        self.refuse(tmp_path, r"holds layers\.0\.experts\.up twice", double, "mixtral")
+
+    def test_a_missing_key(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        file = GGUFFile(path)
+        del file.metadata["qwen2.block_count"]
+        with pytest.raises(CheckpointError, match=r"has no qwen2\.block_count"):
+            gguf_models.config_from_metadata(file)
+
+    def test_settings_that_the_decoder_does_not_know(self, tmp_path):
+        self.refuse(
+            tmp_path, r"qwen2\.logit_scale = 2\.0 is not supported", lambda w, t: w.add_logit_scale(2.0)
+        )
+
+    def test_partial_rotary_embeddings(self, tmp_path):
+        self.refuse(
+            tmp_path,
+            r"rope\.dimension_count = 4 differs",
+            lambda w, t: w.add_rope_dimension_count(4),
+            "llama",
+        )
+
+    def test_layers_of_different_width(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        file = GGUFFile(path)
+        file.metadata["qwen2.feed_forward_length"] = [64, 32, 64]
+        with pytest.raises(CheckpointError, match="feed_forward_length differs between layers"):
+            gguf_models.config_from_metadata(file)
+
+    def test_an_unknown_rope_scaling(self, tmp_path):
+        def scaled(writer, tensors):
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+            writer.add_rope_scaling_factor(4.0)
+
+        self.refuse(tmp_path, "rope scaling type 'longrope'", scaled)
+
+    def test_a_tokenizer_larger_than_the_embedding(self, tmp_path):
+        def shrink(writer, tensors):
+            embed, kind = tensors["token_embd.weight"]
+            tensors["token_embd.weight"] = (embed[:200], kind)
+
+        self.refuse(tmp_path, "ids up to 265, its embedding only 200 rows", shrink)
