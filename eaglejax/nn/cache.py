@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
+from eaglejax.nn.gather import take
 
 
 @pytree.dataclass
@@ -74,7 +75,7 @@ def commit(cache: KVCache, path: jax.Array, accepted: jax.Array, *, chain: bool 
 
     def gather(cached: jax.Array) -> jax.Array:
         for b in range(cached.shape[0]):
-            kept = jnp.take(cached[b], cache.lengths[b] + path[b], axis=1)
+            kept = take(cached[b], cache.lengths[b] + path[b], axis=1)
             cached = jax.lax.dynamic_update_slice(cached, kept[None], (b, 0, cache.lengths[b], 0))
         return cached
 

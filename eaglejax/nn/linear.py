@@ -11,6 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from eaglejax.nn.gather import take
+
 
 @runtime_checkable
 class PackedWeight(Protocol):
@@ -73,4 +75,4 @@ def embedding(table: Any, ids: jax.Array) -> jax.Array:
     """Rows ``ids`` (any shape, within the table) of ``table`` [V, H] -> [..., H]."""
     if isinstance(table, PackedWeight):
         return table.take(ids)
-    return jnp.take(table, ids, axis=0, mode="clip")
+    return take(table, ids)
