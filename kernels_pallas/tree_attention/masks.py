@@ -1,4 +1,4 @@
-"""Which cache slots a tree node sees, in the forms all implementations share: ancestor words and slot floors."""
+"""Which cache slots a tree node sees, as all implementations take it: ancestor words and slot floors."""
 
 import jax
 import jax.numpy as jnp

@@ -8,7 +8,7 @@ from kernels_pallas.tree_attention.masks import unpack_ancestors
 
 
 def compute_dtype(q: jax.Array, k: jax.Array) -> jnp.dtype:
-    """Dtype of the products: float32 when either side is, else the query's, to which 8-bit caches are widened."""
+    """Dtype of the products: float32 when either side is, else the query's; 8-bit caches are widened."""
     if jnp.dtype(k.dtype).itemsize == 1:
         return q.dtype
     return jnp.promote_types(q.dtype, k.dtype)

@@ -42,7 +42,7 @@ def refusal(q: jax.Array, k: jax.Array, block_tables: jax.Array | None, block_kv
 
 
 def default_block(rows: int, slots: int) -> int:
-    """Slots a block: 512, long enough to hide a grid step behind its copy; fewer when the scores would not fit."""
+    """Slots a block: 512, to hide a grid step behind its copy; fewer when the scores would not fit."""
     block = min(512, max(_LANES, _SCORE_BYTES // (4 * rows) // _LANES * _LANES))
     return min(block, slots)
 
