@@ -72,6 +72,7 @@ class _Vocabulary:
                 "tokens"
             )
         self.pre: str = self.get("pre", "default")
+        self.architecture = str(metadata.get("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{key}", default)
@@ -169,8 +170,9 @@ _SPACE = "\u2581"
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    # Runs of spaces are listed as they look in text; inside the model a space is U+2581.
-    vocabulary.tokens = [_SPACE * len(t) if t and not t.strip(" ") else t for t in vocabulary.tokens]
+    if vocabulary.architecture.startswith("gemma"):
+        # These files list runs of spaces as they look in text, but the model's own tokenizer merges them.
+        vocabulary.tokens = [_SPACE * len(t) if t and not t.strip(" ") else t for t in vocabulary.tokens]
     unknown = vocabulary.special("unknown_token_id")
     backend = tokenizers.Tokenizer(
         models.BPE(
@@ -222,7 +224,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     """Tokens that are matched whole in the text, before anything else."""
     control = vocabulary.of_kind(gguf.TokenType.CONTROL)
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    # A run of spaces is reached through merges, as in the tokenizers these files were made from.
+    # A run of U+2581 is reached through merges (see _sentencepiece).
     plain = [t for t in vocabulary.of_kind(gguf.TokenType.USER_DEFINED) if t.strip(_SPACE)]
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
 

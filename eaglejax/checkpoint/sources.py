@@ -40,7 +40,7 @@ def resolve(spec: Spec) -> Source:
     if text in DEMOS:
         return Source(text, "gguf", demo_path(text))
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return Source(text, "folder", path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":

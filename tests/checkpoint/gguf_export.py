@@ -176,7 +176,7 @@ def add_byte_level_tokenizer(writer: gguf.GGUFWriter, rows: int, pre: str = "qwe
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens + padding)
     writer.add_token_types(kinds + [gguf.TokenType.UNUSED] * len(padding))
-    writer.add_token_merges(MERGES)
+    writer.add_token_merges(list(MERGES))
     writer.add_bos_token_id(tokens.index("<|endoftext|>"))
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
     writer.add_chat_template(TEMPLATE)
