@@ -1,0 +1,42 @@
+"""Fixtures for the console command."""
+
+import json
+
+import pytest
+from tiny_model import write_model
+
+from eaglejax.cli.main import main
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """Folder of the tiny model."""
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def run(capfd):
+    """Run the command in this process: (exit status, stdout, stderr)."""
+
+    def call(*argv):
+        capfd.readouterr()
+        status = main([str(a) for a in argv])
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return call
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    """Write rows (objects, or raw lines as str or bytes) to a prompt file and give its path."""
+
+    def write(*rows, name="prompts.jsonl"):
+        raw = [
+            r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in rows
+        ]
+        path = tmp_path / name
+        path.write_bytes(b"\n".join(raw) + b"\n")
+        return path
+
+    return write

@@ -1,0 +1,147 @@
+"""What is set before jax starts, and that the user's word stands above it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from eaglejax.devices import compile_cache, cpu
+
+OURS = [f"{name}={value}" for name, value in cpu.FLAGS.items()]
+FIRST, SECOND = cpu.FLAGS
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator(monkeypatch):
+    monkeypatch.setattr(cpu, "accelerator_present", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "after"),
+    [
+        ({}, OURS),
+        ({"JAX_PLATFORMS": "cpu"}, OURS),
+        ({"XLA_FLAGS": "--xla_dump_to=/x"}, ["--xla_dump_to=/x", *OURS]),
+        ({"XLA_FLAGS": f"{FIRST}=none"}, [f"{FIRST}=none", OURS[1]]),
+        ({"XLA_FLAGS": f"{SECOND}=A {FIRST}=none"}, [f"{SECOND}=A", f"{FIRST}=none"]),
+        ({"JAX_PLATFORMS": "cuda,cpu"}, []),
+        ({cpu.OFF_VARIABLE: "1", "XLA_FLAGS": "--xla_dump_to=/x"}, ["--xla_dump_to=/x"]),
+        ({cpu.OFF_VARIABLE: "0"}, OURS),
+    ],
+)
+def test_flags_that_are_set(environ, after):
+    report = cpu.set_flags(environ, started=False)
+    assert environ.get("XLA_FLAGS", "").split() == after
+    assert set(report.in_force) == {word for word in after if word.split("=")[0] in cpu.FLAGS}
+
+
+def test_flags_come_too_late_once_jax_has_started(caplog):
+    environ = {}
+    report = cpu.set_flags(environ, started=True)
+    assert environ == {}
+    assert report.in_force == ()
+    assert "already started" in report.reason
+    assert "import eaglejax before" in caplog.text
+
+
+def test_an_accelerator_is_left_alone(monkeypatch):
+    monkeypatch.setattr(cpu, "accelerator_present", lambda: True)
+    environ = {}
+    assert "accelerator" in cpu.set_flags(environ, started=False).reason
+    assert environ == {}
+    environ = {"JAX_PLATFORMS": "cpu"}
+    assert cpu.set_flags(environ, started=False).in_force == tuple(OURS)
+
+
+def test_an_unknown_jaxlib_is_asked_once(tmp_path, monkeypatch):
+    environ = {"EAGLEJAX_CACHE": str(tmp_path / "home")}
+    asked = []
+
+    def probe(flags):
+        asked.append(flags)
+        return False
+
+    assert [cpu.understands("9.9", OURS, environ, probe) for _ in range(2)] == [False, False]
+    assert asked == [OURS]
+    assert not cpu.understands("9.9", OURS[:1], environ, probe)
+    assert asked == [OURS, OURS[:1]]
+    memory = next((tmp_path / "home").glob("*9.9*"))
+    memory.write_text("damaged")
+    assert not cpu.understands("9.9", OURS, environ, probe)
+    assert json.loads(memory.read_text()) == {" ".join(OURS): False}
+
+    monkeypatch.setattr(cpu, "KNOWN_JAXLIB", ())
+    monkeypatch.setattr(cpu, "_starts_with", lambda flags: False)
+    report = cpu.set_flags(environ, started=False)
+    assert "does not understand" in report.reason
+    assert "XLA_FLAGS" not in environ
+
+
+def test_the_probe_tells_flags_apart():
+    assert cpu._starts_with(OURS)
+    assert not cpu._starts_with(["--xla_of_no_release=1"])
+
+
+def test_the_compilation_cache(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    environ = {compile_cache.HOME_VARIABLE: str(tmp_path / "home")}
+    report = compile_cache.enable(environ, started=False)
+    assert report.folder == environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "home" / "jax")
+    assert (tmp_path / "home" / "jax").is_dir()
+    assert float(environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]) < 0.1
+
+    environ = {compile_cache.OFF_VARIABLE: "1"}
+    assert compile_cache.enable(environ, started=False).folder is None
+    assert set(environ) == {compile_cache.OFF_VARIABLE}
+
+    environ = {"JAX_COMPILATION_CACHE_DIR": "/mine"}
+    assert compile_cache.enable(environ, started=False).folder == "/mine"
+    assert set(environ) == {"JAX_COMPILATION_CACHE_DIR"}
+
+    (tmp_path / "file").write_text("")
+    environ = {compile_cache.HOME_VARIABLE: str(tmp_path / "file")}
+    assert "cannot be made" in compile_cache.enable(environ, started=False).reason
+    assert "JAX_COMPILATION_CACHE_DIR" not in environ
+
+
+LATE = """
+import jax
+jax.devices()
+import eaglejax
+print(eaglejax.devices.prepare().cpu_flags.reason)
+"""
+EARLY = """
+import os, eaglejax, jax
+print(sorted(os.environ["XLA_FLAGS"].split()), jax.config.jax_compilation_cache_dir)
+"""
+
+
+@pytest.mark.parametrize("code", [LATE, EARLY])
+def test_importing_the_package_prepares_jax(code, tmp_path):
+    environ = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+    environ |= {"EAGLEJAX_CACHE": str(tmp_path)}
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    if code is LATE:
+        assert child.stdout.startswith("could not be set")
+    else:
+        assert child.stdout.strip() == f"{sorted(OURS)} {tmp_path / 'jax'}"
+
+
+def test_doctor(run):
+    status, out, _ = run("doctor", "--json")
+    report = json.loads(out)
+    assert status == 0
+    assert report["self_test"]["passed"] is True
+    assert report["self_test"]["accepted_drafts"] > 0
+    assert report["adapter"]["name"] == "cpu"
+    times = report["adapter"]["product_ms"]
+    assert set(times) == {"bfloat16", "float32"}
+    widest = {name: max(ms.items(), key=lambda kv: int(kv[0]))[1] for name, ms in times.items()}
+    assert report["adapter"]["fastest_dtype"] == min(widest, key=widest.get)
+    status, out, err = run("doctor")
+    assert (status, out) == (0, "")
+    assert "self-test" in err
