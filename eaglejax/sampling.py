@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,10 @@ LANES = 128
 """Width of the blocks in which a vocabulary is summed, lest 1e5 small terms get lost beside a large one."""
 
 HEAD = 256
-"""Largest logits that are sorted on a CPU before a cut is searched for by bisection."""
+"""Largest logits that a CPU sorts before it searches for the edge of a filter."""
+
+SMALL = 4096
+"""Vocabularies below this are filtered all laws at once on any device."""
 
 
 class Purpose(enum.IntEnum):
@@ -159,7 +162,7 @@ def rows(
     def column(name: str) -> jax.Array:
         return jnp.asarray([getattr(s, name) for s in samplings], jnp.float32)
 
-    # A positive temperature stays positive in f32, where denormals may flush to zero.
+    # What is positive stays positive in f32, where denormals may flush to zero.
     tiny = np.finfo(np.float32).tiny
     heat = [max(s.temperature, tiny) if s.temperature > 0 else 0.0 for s in samplings]
     seeds = [secrets.randbits(64) if s.seed is None else int(s.seed) for s in samplings]
@@ -168,7 +171,7 @@ def rows(
     return RowSampling(
         temperature=jnp.asarray(heat, jnp.float32),
         top_k=jnp.asarray([s.top_k or 0 for s in samplings], jnp.int32),
-        top_p=column("top_p"),
+        top_p=jnp.maximum(column("top_p"), tiny),
         min_p=column("min_p"),
         repetition=column("repetition_penalty"),
         presence=column("presence_penalty"),
@@ -275,11 +278,12 @@ def process(
 
 
 def _blocks(x: jax.Array, fill: float) -> jax.Array:
-    """[..., V] -> [..., V / LANES, LANES], the last block filled up."""
-    short = -x.shape[-1] % LANES
+    """[..., V] -> [..., V / LANES, LANES], the last block filled up; a smaller V is one block."""
+    lanes = min(LANES, x.shape[-1])
+    short = -x.shape[-1] % lanes
     if short:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)], constant_values=fill)
-    return x.reshape(*x.shape[:-1], -1, LANES)
+    return x.reshape(*x.shape[:-1], -1, lanes)
 
 
 def mass(weights: jax.Array) -> jax.Array:
@@ -289,77 +293,126 @@ def mass(weights: jax.Array) -> jax.Array:
 
 @pytree.dataclass
 class Cut:
-    """A law as scalars [B, ...] from which, and its logit, a token's probability follows.
+    """A law as scalars [B, ...], from which a token's probability follows by its logit alone.
 
-    ``peak``: largest logit; ``edge``: smallest logit that top-k and top-p keep; ``total``: mass of what is
-    kept, in units of the most likely token's.
+    ``peak``: largest logit; ``temperature`` (1 at greedy rows, whose law is a ``where`` of the caller);
+    ``edge``: smallest logit that top-k and top-p keep; ``floor``: least weight that min-p keeps; ``total``:
+    weight of what is kept. The most likely token weighs 1.
     """
 
     peak: jax.Array
+    temperature: jax.Array
     edge: jax.Array
+    floor: jax.Array
     total: jax.Array
 
 
-def weigh(logits: jax.Array, peak: jax.Array, edge: jax.Array, rows: RowSampling) -> jax.Array:
-    """Unnormalised probabilities of ``logits`` [B, ...] at sampled rows; ``peak`` and ``edge`` broadcast.
-
-    The most likely token weighs 1. A greedy row is treated as temperature 1 and has to be replaced.
-    """
-    temperature = _spread(jnp.where(rows.temperature > 0, rows.temperature, 1.0), logits)
+def weigh(logits: jax.Array, law: Cut) -> jax.Array:
+    """Unnormalised probabilities of ``logits``, against which the law's scalars broadcast."""
     # The difference comes first: dividing large logits by a small temperature would give inf - inf.
-    weights = jnp.exp((logits - jnp.where(jnp.isfinite(peak), peak, 0.0)) / temperature)
-    if not rows.filtered:
-        return weights
-    return jnp.where((logits >= edge) & (weights >= _spread(rows.min_p, logits)), weights, 0.0)
+    weights = jnp.exp((logits - law.peak) / law.temperature)
+    return jnp.where((logits >= law.edge) & (weights >= law.floor), weights, 0.0)
+
+
+def prob(logits: jax.Array, law: Cut) -> jax.Array:
+    """Probabilities of ``logits``, against which the law's scalars broadcast; 0 without support."""
+    return weigh(logits, law) / jnp.where(law.total > 0, law.total, 1.0)
 
 
 def cut(processed: jax.Array, rows: RowSampling) -> Cut:
-    """Scalars of the laws of ``processed`` [B, ..., V]. Ties at the k-th value and the top-p edge are kept.
+    """Scalars [B, ...] of the laws of ``processed`` [B, ..., V]; ties at top-k's and top-p's edge are kept.
 
     Top-k keeps a token while fewer than k are larger; top-p while the larger ones hold less than p of the
     mass that top-k left.
     """
-    peak = jnp.max(processed, axis=-1)
-    edge = jnp.full_like(peak, -jnp.inf)
-    if rows.filtered:
-        live = rows.temperature > 0
-        ones = jnp.ones_like(processed)
-        on = live & (rows.top_k > 0) & (rows.top_k < processed.shape[-1])
-        edge = _edge(processed, ones, _spread(rows.top_k, peak).astype(jnp.float32), edge, on)
-        plain = dataclasses.replace(rows, min_p=jnp.zeros_like(rows.min_p))
-        weights = weigh(processed, peak[..., None], edge[..., None], plain)
-        budget = _spread(rows.top_p, peak) * mass(weights)
-        edge = _edge(processed, weights, budget, edge, live & (rows.top_p < 1.0))
-    return Cut(peak, edge, mass(weigh(processed, peak[..., None], edge[..., None], rows)))
+    shape = processed.shape[:-1]
+    each = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    settings = [jnp.broadcast_to(_spread(x, processed[..., 0]), shape) for x in each]
+    if not rows.filtered or processed.shape[-1] < SMALL:
+        return _cut(processed, *settings, filtered=rows.filtered)
+    # A CPU searches one law at a time, which stays in its cache; an accelerator all of them at once.
+    flat = (processed.reshape(-1, processed.shape[-1]), *(x.reshape(-1) for x in settings))
+    laws = jax.lax.platform_dependent(
+        *flat,
+        cpu=lambda *laws: jax.lax.map(lambda law: _cut(*law, head=HEAD), laws),
+        default=lambda *laws: _cut(*laws),
+    )
+    return jax.tree.map(lambda x: x.reshape(shape), laws)
+
+
+def _cut(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    *,
+    filtered: bool = True,
+    head: int = 0,
+) -> Cut:
+    """:func:`cut` of ``logits`` [..., V] with settings [...], sorting the ``head`` largest logits first."""
+    live = temperature > 0
+    peak = jnp.max(logits, axis=-1)
+    law = Cut(
+        peak=jnp.where(jnp.isfinite(peak), peak, 0.0),
+        temperature=jnp.where(live, temperature, 1.0),
+        edge=jnp.full_like(peak, -jnp.inf),
+        floor=jnp.zeros_like(peak),
+        total=jnp.ones_like(peak),
+    )
+    if filtered:
+        ranked = jax.lax.top_k(logits, head)[0] if head else None
+        fewer = top_k.astype(jnp.float32)
+        on = live & (top_k > 0) & (top_k < logits.shape[-1])
+        edge = _edge(logits, lambda z: jnp.ones_like(z), fewer, law.edge, on, ranked)
+        law = dataclasses.replace(law, edge=edge)
+        above = jax.tree.map(lambda x: x[..., None], law)
+        budget = top_p * mass(weigh(logits, above))
+        edge = _edge(logits, lambda z: weigh(z, above), budget, edge, live & (top_p < 1.0), ranked)
+        law = dataclasses.replace(law, edge=edge, floor=min_p)
+    return dataclasses.replace(law, total=mass(weigh(logits, jax.tree.map(lambda x: x[..., None], law))))
 
 
 def _edge(
-    logits: jax.Array, weights: jax.Array, budget: jax.Array, floor: jax.Array, on: jax.Array
+    logits: jax.Array,
+    weight: Callable[[jax.Array], jax.Array],
+    budget: jax.Array,
+    floor: jax.Array,
+    on: jax.Array,
+    ranked: jax.Array | None,
 ) -> jax.Array:
-    """Smallest logit z, at least ``floor`` [B, ...], such that tokens above z weigh less than ``budget``.
+    """Smallest logit z >= ``floor`` [...] such that the logits above z weigh less than ``budget`` [...].
 
-    Rows not ``on`` [B] keep their floor. Exact: bisection over the bit patterns of f32, which sort like
-    integers; nothing of size V is sorted.
+    Laws not ``on`` [...] keep their floor. ``ranked`` [..., K]: the largest logits in falling order, where
+    most laws end; the others are searched by bisection over the bit patterns of f32, which sort like
+    integers. Either is exact and finds the same, however many logits tie; nothing of size V is sorted.
     """
-    on = jnp.broadcast_to(_spread(on, budget), budget.shape)
+    peak = jnp.max(logits, axis=-1)
+    if ranked is None:
+        start, open_ = peak, on
+    else:
+        own = weight(ranked)
+        kept = jnp.cumsum(own, axis=-1) - own < budget[..., None]
+        start = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1)
+        open_ = on & kept[..., -1]
+    weights = weight(logits)
 
-    def search() -> jax.Array:
-        low, high = _sort_key(floor), _sort_key(jnp.max(logits, axis=-1))
+    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = state
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        above = logits > _from_sort_key(middle)[..., None]
+        enough = mass(jnp.where(above, weights, 0.0)) >= budget
+        # A law that has been settled waits for the others.
+        apart = high > low + 1
+        return jnp.where(apart & enough, middle, low), jnp.where(apart & ~enough, middle, high)
 
-        def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            low, high = state
-            middle = (low >> 1) + (high >> 1) + (low & high & 1)
-            above = logits > _from_sort_key(middle)[..., None]
-            enough = mass(jnp.where(above, weights, 0.0)) >= budget
-            return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+    def unsettled(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jnp.any(open_ & (state[1] > state[0] + 1))
 
-        def unsettled(state: tuple[jax.Array, jax.Array]) -> jax.Array:
-            return jnp.any(on & (state[1] > state[0] + 1))
-
-        _, high = jax.lax.while_loop(unsettled, step, (low, high))
-        return jnp.where(on, _from_sort_key(high), floor)
-
-    return search()
+    # Everything up to ``low`` is dropped, ``high`` and what is above it kept.
+    _, high = jax.lax.while_loop(unsettled, step, (_sort_key(floor) - 1, _sort_key(start)))
+    edge = jnp.where(open_, _from_sort_key(high), start)
+    return jnp.where(on, jnp.maximum(edge, floor), floor)
 
 
 def _sort_key(x: jax.Array) -> jax.Array:
@@ -381,9 +434,7 @@ def law(processed: jax.Array, rows: RowSampling) -> jax.Array:
     best = greedy(processed)[..., None] == jnp.arange(processed.shape[-1], dtype=jnp.int32)
     if not rows.sampled:
         return best.astype(jnp.float32)
-    c = cut(processed, rows)
-    weights = weigh(processed, c.peak[..., None], c.edge[..., None], rows)
-    probs = weights / jnp.where(c.total > 0, c.total, 1.0)[..., None]
+    probs = prob(processed, jax.tree.map(lambda x: x[..., None], cut(processed, rows)))
     return jnp.where(_spread(rows.temperature > 0, probs), probs, best.astype(jnp.float32))
 
 
@@ -394,7 +445,7 @@ def greedy(processed: jax.Array) -> jax.Array:
     # a CPU.
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
     lane = jnp.argmax(jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :], axis=-1)
-    return (block * LANES + lane).astype(jnp.int32)
+    return (block * blocks.shape[-1] + lane).astype(jnp.int32)
 
 
 def draw(weights: jax.Array, keys: jax.Array) -> jax.Array:
@@ -408,7 +459,7 @@ def draw(weights: jax.Array, keys: jax.Array) -> jax.Array:
     luck = uniforms(keys, 2)
     block = _invert(jnp.sum(blocks, axis=-1), luck[..., 0])
     chosen = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    return (block * LANES + _invert(chosen, luck[..., 1])).astype(jnp.int32)
+    return (block * blocks.shape[-1] + _invert(chosen, luck[..., 1])).astype(jnp.int32)
 
 
 def uniforms(keys: jax.Array, count: int) -> jax.Array:

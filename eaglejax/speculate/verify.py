@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from eaglejax import pytree
 from eaglejax.drafts.base import Draft, Proposal
 from eaglejax.errors import ConfigError
-from eaglejax.sampling import Cut, Purpose, RowSampling, cut, draw, fold, greedy, mass, uniforms, weigh
+from eaglejax.sampling import Cut, Purpose, RowSampling, cut, draw, fold, greedy, mass, prob, uniforms
 
 METHODS = ("token", "block")
 
@@ -68,20 +68,20 @@ def verify(
     scale = jnp.ones_like(rows.temperature)
     rest = None
     if method == "block":
-        passed, scale = _block(processed, draft, rows, laws, luck)
+        passed, scale = _block(processed, draft, laws, luck)
     elif draft.proposal.q is None:
-        passed = _one_hot(processed, draft, rows, laws, luck)
+        passed = _one_hot(processed, draft, laws, luck)
     elif draft.chain:
         q = _child_q(draft)
-        passed = (q > 0) & (luck * q < _child_p(processed, draft, rows, laws))
+        passed = (q > 0) & (luck * q < _child_p(processed, draft, laws))
     else:
-        passed, rest = _siblings(processed, draft, rows, laws, luck)
+        passed, rest = _siblings(processed, draft, laws, luck)
 
     sampled = rows.temperature > 0
     path, accepted = _walk(draft, jnp.where(sampled[:, None], passed, matches))
     last = path[:, -1]
     tried = _children(draft, last)
-    p = _law_of_node(processed, rows, laws, last)
+    p = prob(_at(processed, last), _at_node(laws, last))
     if draft.proposal.q is None:
         row = jnp.arange(p.shape[0])[:, None]
         left = p.at[row, jnp.where(tried, draft.tokens, p.shape[1])].set(0.0, mode="drop")
@@ -130,24 +130,17 @@ def _walk(draft: Draft, passed: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.stack(path, axis=1), accepted
 
 
-def _prob(logits: jax.Array, laws: Cut, rows: RowSampling) -> jax.Array:
-    """Probabilities of ``logits`` [B, ...] under laws whose scalars broadcast against them."""
-    weights = weigh(logits, laws.peak, laws.edge, rows)
-    return weights / jnp.where(laws.total > 0, laws.total, 1.0)
+def _at_node(laws: Cut, node: jax.Array) -> Cut:
+    """The law at ``node`` [B], to broadcast against its logits [B, V]."""
+    return jax.tree.map(lambda x: _at(x, node)[:, None], laws)
 
 
-def _law_of_node(processed: jax.Array, rows: RowSampling, laws: Cut, node: jax.Array) -> jax.Array:
-    """p at ``node`` [B]: [B, V]."""
-    own = jax.tree.map(lambda x: _at(x, node)[:, None], laws)
-    return _prob(_at(processed, node), own, rows)
-
-
-def _child_p(processed: jax.Array, draft: Draft, rows: RowSampling, laws: Cut) -> jax.Array:
+def _child_p(processed: jax.Array, draft: Draft, laws: Cut) -> jax.Array:
     """p of every node's token at its parent [B, N] (the root's entry means nothing)."""
     row = jnp.arange(draft.tokens.shape[0])[:, None]
     logits = processed[row, draft.parent, draft.tokens]
     above = jax.tree.map(lambda x: jnp.take_along_axis(x, draft.parent, axis=1), laws)
-    return _prob(logits, above, rows)
+    return prob(logits, above)
 
 
 def _pick(x: jax.Array, proposal: Proposal) -> jax.Array:
@@ -180,9 +173,9 @@ def _child_q(draft: Draft) -> jax.Array:
     return jnp.where(known, draft.proposal.q[jnp.arange(slot.shape[0])[:, None], draft.parent, slot], 0.0)
 
 
-def _one_hot(processed: jax.Array, draft: Draft, rows: RowSampling, laws: Cut, luck: jax.Array) -> jax.Array:
+def _one_hot(processed: jax.Array, draft: Draft, laws: Cut, luck: jax.Array) -> jax.Array:
     """Which nodes [B, N] pass once their earlier siblings have been refused; q is one-hot at each."""
-    p = _child_p(processed, draft, rows, laws)
+    p = _child_p(processed, draft, laws)
     number = jnp.arange(draft.tokens.shape[1])
     child = draft.valid & (number > 0)
     before = (draft.parent[:, :, None] == draft.parent[:, None, :]) & child[:, None, :]
@@ -197,7 +190,7 @@ def _one_hot(processed: jax.Array, draft: Draft, rows: RowSampling, laws: Cut, l
 @pytree.dataclass
 class _Trial:
     """Where recursive rejection stands: the ``node`` [B] reached, the residual ``left`` [B, Vd] on the
-    draft's vocabulary and its mass ``outside`` [B] it, and the law ``q`` [B, Vd] of the next child up to a factor."""
+    draft's vocabulary and its mass ``outside`` [B] it, and the next child's law ``q`` [B, Vd] up to a factor."""
 
     node: jax.Array
     left: jax.Array
@@ -221,9 +214,7 @@ def _refuse(trial: _Trial, token: jax.Array, luck: jax.Array, replacement: bool)
     return passed, dataclasses.replace(trial, left=left, q=law)
 
 
-def _siblings(
-    processed: jax.Array, draft: Draft, rows: RowSampling, laws: Cut, luck: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _siblings(processed: jax.Array, draft: Draft, laws: Cut, luck: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Recursive rejection over a tree drawn from q: nodes that passed [B, N], and the residual [B, Vd] over
     the draft's vocabulary at the last one, on the scale on which p outside that vocabulary is untouched.
 
@@ -236,8 +227,7 @@ def _siblings(
     slot = jnp.where(known, slot, q.shape[2])
 
     def arrive(node: jax.Array) -> _Trial:
-        own = jax.tree.map(lambda x: _at(x, node)[:, None], laws)
-        inside = _prob(_pick(_at(processed, node), draft.proposal), own, rows)
+        inside = prob(_pick(_at(processed, node), draft.proposal), _at_node(laws, node))
         return _Trial(node, inside, _outside(inside, processed), _at(q, node))
 
     def attempt(trial: _Trial, i: jax.Array, here: jax.Array) -> tuple[_Trial, jax.Array]:
@@ -266,15 +256,13 @@ def _outside(inside: jax.Array, processed: jax.Array) -> jax.Array:
     return jnp.maximum(mass_outside, 0.0) if inside.shape[-1] < processed.shape[-1] else 0.0 * mass_outside
 
 
-def _block(
-    processed: jax.Array, draft: Draft, rows: RowSampling, laws: Cut, luck: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _block(processed: jax.Array, draft: Draft, laws: Cut, luck: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Joint verification of a chain: nodes that passed [B, N], and the factor [B] on p in the residual.
 
     ``joint[i]`` is p_i of the paper, the capped likelihood ratio of the first i drafts; the longest prefix
     whose own test passes is kept.
     """
-    p = _child_p(processed, draft, rows, laws)
+    p = _child_p(processed, draft, laws)
     proposal = draft.proposal
     if proposal.q is None:
         ratio = p
@@ -286,15 +274,14 @@ def _block(
         joint = jnp.minimum(joint * r, 1.0)
         return joint, joint
 
-    first = jnp.ones_like(rows.temperature)
+    first = jnp.ones_like(ratio[:, 0])
     _, joint = jax.lax.scan(extend, first, ratio[:, 1:].T)
     joint = jnp.concatenate([first[:, None], joint.T], axis=1)
     if proposal.q is None:
         # max(joint * p - q, 0) with q one-hot at the next draft.
         surplus = joint * (1.0 - jnp.roll(p, -1, axis=1))
     else:
-        own = jax.tree.map(lambda x: x[..., None], laws)
-        inside = _prob(_pick(processed, proposal), own, rows)
+        inside = prob(_pick(processed, proposal), jax.tree.map(lambda x: x[..., None], laws))
         surplus = mass(jnp.maximum(joint[..., None] * inside - proposal.q, 0.0))
         surplus = surplus + joint * _outside(inside, processed)
     whole = surplus + 1.0 - joint
