@@ -81,7 +81,7 @@ class _Layout:
         return jnp.clip(i, j * self.ratio, jnp.maximum(last_q[b, j], j * self.ratio))
 
     def specs(self, q_major: bool) -> dict[str, pl.BlockSpec]:
-        """Block specs by kind of operand for the grid (B, Hkv, q, kv), or (B, Hkv, kv, q) when kv is major."""
+        """Block specs by kind of operand for the grid (B, Hkv, q, kv), or (B, Hkv, kv, q) if kv is major."""
 
         def order(b, outer, inner, scalars):
             *_, first_kv, last_q = scalars

@@ -1,0 +1,95 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from kernel_checks import TPU_TOPOLOGIES, compile_for_tpu, lower_for
+
+from kernels_pallas import KernelError
+from kernels_pallas.hadamard import factor, hadamard, hadamard_matrix
+
+# Powers of two; Paley's first construction on prime and prime-power fields; his second; doublings of each.
+ORDERS = [1, 2, 8, 12, 20, 24, 28, 36, 40, 52, 76, 100, 108, 148, 344]
+
+
+def rotate(x, **options):
+    return jax.jit(functools.partial(hadamard, **options))(x)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_matrices_are_hadamard(order):
+    matrix = hadamard_matrix(order).astype(np.int64)
+    assert (np.abs(matrix) == 1).all()
+    np.testing.assert_array_equal(matrix @ matrix.T, order * np.eye(order, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("size", "base"),
+    # Hidden and intermediate sizes of Llama, Qwen and Mistral models.
+    [(4096, 1), (5120, 20), (8960, 140), (11008, 344), (13824, 108), (14336, 28), (18944, 148), (29568, 924)],
+)
+def test_sizes_of_real_models_factor(size, base):
+    assert factor(size) == (base, size // base)
+
+
+@pytest.mark.parametrize("size", [64, 96, 128, 768, 3584])
+@pytest.mark.parametrize("implementation", ["xla", "tpu"])
+def test_rotation_is_the_matrix_and_its_transpose_the_inverse(size, implementation):
+    x = jnp.asarray(np.random.default_rng(size).normal(size=(2, 3, size)), jnp.float32)
+    y = rotate(x, implementation=implementation)
+    want = np.asarray(x, np.float64) @ (hadamard_matrix(size) / np.sqrt(size))
+    np.testing.assert_allclose(y, want, atol=5e-6)
+    np.testing.assert_allclose(rotate(y, implementation=implementation, transpose=True), x, atol=5e-6)
+    np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+def test_bfloat16_is_rounded_once():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(33, 512)), jnp.bfloat16)
+    want = rotate(x.astype(jnp.float32)).astype(jnp.bfloat16)
+    for implementation in ("xla", "tpu"):
+        got = rotate(x, implementation=implementation)
+        assert got.dtype == jnp.bfloat16
+        # One unit in the last place where float32 sums in another order cross a rounding edge.
+        np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=2**-7, atol=1e-6)
+
+
+def test_simulated_tpu_sees_no_race_and_no_read_out_of_bounds():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(34, 1536)), jnp.float32)
+    simulator = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")
+    got = rotate(x, implementation="tpu", interpret=simulator)
+    np.testing.assert_allclose(got, rotate(x, implementation="xla"), atol=5e-6)
+
+
+def kernel(x):
+    return hadamard(x, implementation="tpu", interpret=False)
+
+
+@pytest.mark.parametrize("size", [64, 96, 128, 4096, 14336])
+def test_lowers_for_tpu(size):
+    assert "tpu_custom_call" in lower_for("tpu", kernel, jax.ShapeDtypeStruct((64, size), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("generation", TPU_TOPOLOGIES)
+def test_compiles_for_tpu(generation):
+    compile_for_tpu(generation, kernel, jax.ShapeDtypeStruct((64, 14336), jnp.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", TPU_TOPOLOGIES)
+@pytest.mark.parametrize("size", [64, 128, 768, 4096, 11008, 29568])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiles_for_tpu_in_every_size(generation, size, dtype):
+    compile_for_tpu(generation, kernel, jax.ShapeDtypeStruct((64, size), dtype))
+
+
+def test_refuses_by_name():
+    with pytest.raises(KernelError, match="no matrix of order 92 is known here; the next larger order is 96"):
+        hadamard(jnp.zeros((2, 92)))
+    with pytest.raises(KernelError, match="not float"):
+        hadamard(jnp.zeros((2, 64), jnp.int32))
+    with pytest.raises(KernelError, match="not float16"):
+        hadamard(jnp.zeros((2, 64), jnp.float16), implementation="tpu")
+    with pytest.raises(KernelError, match=r"no implementation 'gpu'"):
+        hadamard(jnp.zeros((2, 64)), implementation="gpu")
