@@ -70,6 +70,7 @@ def unroll(
     positions: jax.Array | None = None,
     documents: jax.Array | None = None,
     attention: StepAttention = step_attention,
+    through_time: bool = True,
 ) -> list[jax.Array]:
     """States of passes 0 .. ``steps`` - 1, each [B, T, H]; ``eagle_model.logits`` reads them.
 
@@ -77,7 +78,7 @@ def unroll(
     x_1 .. x_T, the token after each. Pass k of row t reads token x_{t+1+k} and predicts x_{t+2+k}; rows t >=
     T - k have no such token: they run on token 0 and the caller masks them. ``positions`` [B, T] of x_0 ..
     (default 0, 1, ...); ``documents`` [B, T] int: rows of different documents do not see each other (a row
-    whose shifted token belongs to the next document is the caller's to mask).
+    whose shifted token belongs to the next document is the caller's to mask). ``through_time`` False cuts the gradient between passes (HASS).
     """
     batch, length = tokens.shape
     if positions is None:
@@ -99,7 +100,7 @@ def unroll(
     states = []
     for step in range(steps):
         if step > 0:
-            state = params.adapter.from_draft(state)
+            state = params.adapter.from_draft(state if through_time else jax.lax.stop_gradient(state))
             tokens = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
         state = eagle_model.backbone(params, config, state, tokens, positions + step, attend)
         states.append(state)

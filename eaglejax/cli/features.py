@@ -1,0 +1,45 @@
+"""``eaglejax features``: the target's features of a run's data, on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tyro
+
+from eaglejax.checkpoint.files import progress
+from eaglejax.cli import show
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """Compute the target's features of a run's data once and keep them on disk."""
+
+    config: str
+    """The run's TOML file; its target, data and draft boundaries decide what is computed."""
+    out: str
+    """The folder; one with features of the same kind is completed."""
+    overrides: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Settings that replace those of the file, as `section.key=value`."""
+
+    def run(self) -> int:
+        """The command."""
+        from eaglejax.drafts.eagle_config import default_boundaries
+        from eaglejax.models.target import load_target
+        from eaglejax.train.feature_cache import write_features
+        from eaglejax.train.prepare import prepare_data
+        from eaglejax.train.settings import load_settings
+
+        settings = load_settings(self.config, self.overrides)
+        with show.status(f"loading {settings.target}"):
+            target = load_target(settings.target, dtype=settings.target_dtype)
+        data = prepare_data(settings.data, target)
+        aux: tuple[int, ...] = ()
+        if settings.objective.version == 3:
+            aux = settings.draft.aux or default_boundaries(target.config.num_layers)
+        samples = [*data.train, *data.validation]
+        with progress("features", sum(len(s) for s in samples)) as advance:
+            count = write_features(
+                self.out, target, samples, aux, capacity=settings.data.row_tokens, advance=advance
+            )
+        show.print_note(f"{count} samples computed, {len(samples)} in all, in {self.out}")
+        return 0

@@ -1,0 +1,102 @@
+"""How good a draft is: on held-out text with the data's tokens fed, and by decoding for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from eaglejax.api import generate
+from eaglejax.checkpoint.eagle import bind
+from eaglejax.drafts.base import Bound
+from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.drafts.eagle_model import EagleParams, Weights
+from eaglejax.drafts.tree import StaticTree
+from eaglejax.errors import ConfigError
+from eaglejax.models.target import Target
+from eaglejax.speculate.metrics import Stats, total
+from eaglejax.train.batch import Batch
+from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, trained_rows
+from eaglejax.train.samples import Sample
+
+
+def make_evaluation(
+    config: EagleConfig, objective: Objective, frozen: EagleParams, head: Head, *, compute_dtype: Any
+) -> Callable[[Weights, Batch], Metrics]:
+    """The jitted metrics of one batch [B, T, ...], without noise."""
+
+    @jax.jit
+    def measure(weights: Weights, batch: Batch, frozen: EagleParams, head: Head) -> Metrics:
+        cast = jax.tree.map(lambda w: w.astype(compute_dtype), weights)
+        rows = trained_rows(objective, head, batch)
+        params = frozen.replace(weights=cast)
+        return objective_loss(params, config, objective, head, batch, rows)[1]
+
+    return lambda weights, batch: measure(weights, batch, frozen, head)
+
+
+def add_up(metrics: Iterable[Metrics]) -> Metrics:
+    """Sum over batches. Raises ConfigError for none."""
+    items = list(metrics)
+    if not items:
+        raise ConfigError("there is no batch to evaluate")
+    return jax.tree.map(lambda *x: np.sum([np.asarray(v, np.float64) for v in x], axis=0), *items)
+
+
+def summary(metrics: Metrics) -> dict[str, Any]:
+    """What is logged: per step the mean loss, top-1 accuracy (``accuracy_k``, ``conditional_k`` given that all
+    earlier steps were right) and acceptance when sampled; the simulated tau."""
+    m = jax.tree.map(lambda x: np.asarray(x, np.float64), metrics)
+    before = np.concatenate([np.atleast_1d(m.chains), m.chain[:-1]])
+
+    def ratio(a: np.ndarray, b: np.ndarray) -> list[float]:
+        return [float(x) for x in a / np.maximum(b, 1.0)]
+
+    return {
+        "loss": ratio(m.loss, m.rows),
+        "accuracy": ratio(m.hits, m.judged),
+        "conditional": ratio(m.chain, before),
+        "acceptance": ratio(m.accept, m.judged),
+        "tau_simulated": float(1.0 + np.sum(m.chain) / max(float(m.chains), 1.0)),
+        "rows": float(m.chains),
+    }
+
+
+def decode(
+    target: Target,
+    config: EagleConfig,
+    weights: Weights,
+    ids: np.ndarray | None,
+    prompts: Sequence[Sample],
+    *,
+    tokens: int,
+    tree: StaticTree,
+    batch_size: int = 1,
+) -> Stats:
+    """Acceptance of greedy decoding of the samples' prompts, by the decoder itself: the definition of ``bench``.
+
+    ``weights``: as trained; they run in the target's dtype.
+    """
+    own = jax.tree.map(lambda w: w.astype(target.dtype), weights)
+    bound = Bound(Eagle(config, tree), bind(config, own, target, ids))
+    results = generate(
+        target,
+        [p.prompt.tolist() for p in prompts],
+        proposer=bound,
+        max_new_tokens=tokens,
+        batch_size=batch_size,
+    )
+    return total(r.stats for r in results)
+
+
+def decoded_summary(stats: Stats) -> dict[str, Any]:
+    """What is logged of a decode: tau and acceptance by position."""
+    return {
+        "tau": stats.mean_acceptance_length,
+        "position_acceptance": stats.per_position_acceptance_rate,
+        "tokens": stats.num_tokens,
+    }
+

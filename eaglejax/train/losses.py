@@ -1,0 +1,101 @@
+"""How far a draft's law is from the target's, per position.
+
+The draft knows Vd of the target's V tokens. The *teacher* is the target's law renormalised on those Vd tokens; what
+the rest of the vocabulary holds enters only through ``inside``, the mass that the draft can reach at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from eaglejax import pytree
+from eaglejax.errors import ConfigError
+
+Loss = Literal["soft_ce", "kl", "tv", "lk_alpha", "lk_lambda"]
+
+
+@pytree.dataclass
+class Teacher:
+    """``log_p`` [..., Vd] f32: log-softmax over the draft vocabulary. ``inside`` [...] f32: the target's
+    probability of that vocabulary (1 when unknown or full)."""
+
+    log_p: jax.Array
+    inside: jax.Array
+
+
+def teacher(logits: jax.Array, log_norm: jax.Array | None = None) -> Teacher:
+    """From target ``logits`` [..., Vd] of the draft's tokens and the log-sum-exp of all V logits, if known."""
+    logits = logits.astype(jnp.float32)
+    reach = jax.nn.logsumexp(logits, axis=-1)
+    inside = jnp.ones_like(reach) if log_norm is None else jnp.exp(jnp.minimum(reach - log_norm, 0.0))
+    return jax.lax.stop_gradient(Teacher(logits - reach[..., None], inside))
+
+
+def acceptance(teach: Teacher, log_q: jax.Array) -> jax.Array:
+    """Chance that speculative sampling keeps a draft from q: sum_v min(p, q), p unrenormalised; [...] f32."""
+    return jnp.sum(jnp.minimum(jnp.exp(teach.log_p) * teach.inside[..., None], jnp.exp(log_q)), axis=-1)
+
+
+def soft_cross_entropy(teach: Teacher, log_q: jax.Array) -> jax.Array:
+    """-sum_v p log q (Li et al. 2025); [...] f32."""
+    return -jnp.sum(jnp.exp(teach.log_p) * log_q, axis=-1)
+
+
+def kl_divergence(teach: Teacher, log_q: jax.Array) -> jax.Array:
+    """sum_v p log(p / q); its gradient is that of the soft cross entropy."""
+    return jnp.sum(jnp.exp(teach.log_p) * (teach.log_p - log_q), axis=-1)
+
+
+def total_variation(teach: Teacher, log_q: jax.Array) -> jax.Array:
+    """Half of sum_v |p - q| over the draft vocabulary, p renormalised; 1 - acceptance when all mass is
+    inside."""
+    return 0.5 * jnp.sum(jnp.abs(jnp.exp(teach.log_p) - jnp.exp(log_q)), axis=-1)
+
+
+POINTWISE: dict[str, Callable[[Teacher, jax.Array], jax.Array]] = {
+    "soft_ce": soft_cross_entropy,
+    "kl": kl_divergence,
+    "tv": total_variation,
+}
+"""Losses that are sums over positions."""
+
+
+def masked_loss(
+    kind: Loss,
+    teach: Teacher,
+    log_q: jax.Array,
+    mask: jax.Array,
+    *,
+    kl_scale: float = 1.0,
+    kl_decay: float = 1.0,
+) -> jax.Array:
+    """The loss of the rows in ``mask`` [...] bool, summed (scalar f32).
+
+    The two LK losses optimise the acceptance rate a itself, averaged over the masked rows: "lk_alpha" is
+    -log a, "lk_lambda" is w KL + (1 - w)(1 - a) with w = kl_scale exp(-kl_decay a), which leans on KL while
+    acceptance is low. Being functions of an average they are multiplied by the number of rows. Masked rows
+    contribute neither value nor gradient, whatever they hold.
+    """
+    if kind in POINTWISE:
+        return jnp.sum(jnp.where(mask, POINTWISE[kind](teach, log_q), 0.0))
+    if kind not in get_args(Loss):
+        raise ConfigError(f"loss {kind!r} is not known; use one of {', '.join(get_args(Loss))}")
+    rows = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+    mean = jnp.sum(jnp.where(mask, acceptance(teach, log_q), 0.0)) / rows
+    if kind == "lk_alpha":
+        value = -jnp.log(jnp.maximum(mean, 1e-6))
+    else:
+        divergence = jnp.sum(jnp.where(mask, kl_divergence(teach, log_q), 0.0)) / rows
+        weight = jax.lax.stop_gradient(kl_scale * jnp.exp(-kl_decay * mean))
+        value = weight * divergence + (1.0 - weight) * (1.0 - mean)
+    return value * jnp.sum(mask, dtype=jnp.float32)
+
+
+def smooth_l1(predicted: jax.Array, true: jax.Array) -> jax.Array:
+    """Huber loss with beta 1 (Girshick 2015), averaged over the last axis; [...] f32."""
+    d = jnp.abs(predicted.astype(jnp.float32) - true.astype(jnp.float32))
+    return jnp.mean(jnp.where(d < 1.0, 0.5 * d * d, d - 0.5), axis=-1)

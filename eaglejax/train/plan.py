@@ -1,0 +1,112 @@
+"""What a run will do, before it does it: sizes, memory, disk and length."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import rich.table
+
+from eaglejax.checkpoint.eagle import draft_folder
+from eaglejax.checkpoint.eagle_read import read_draft
+from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.drafts.eagle_model import param_table
+from eaglejax.models.target import Target
+from eaglejax.pytree import abstract
+from eaglejax.train.packing import pack
+from eaglejax.train.prepare import STARTS, Data, draft_config
+from eaglejax.train.settings import TrainSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Counts and sizes of a run; sizes in bytes. ``device_bytes`` is an estimate of the peak: target, masters,
+    optimiser, gradients and the activations of one micro-batch."""
+
+    samples: int
+    held_out: int
+    tokens: int
+    supervised: int
+    rows: int
+    fill: float
+    updates: int
+    epochs: float
+    trained_parameters: int
+    draft_bytes: int
+    checkpoint_bytes: int
+    feature_bytes: int
+    device_bytes: int
+
+    def table(self) -> rich.table.Table:
+        """For a person."""
+        table = rich.table.Table(title="plan", show_header=False)
+        gb = 1e9
+        for name, value in (
+            ("samples (held out)", f"{self.samples} ({self.held_out})"),
+            ("tokens (supervised)", f"{self.tokens} ({self.supervised})"),
+            ("packed rows (filled)", f"{self.rows} ({100 * self.fill:.1f} %)"),
+            ("updates (epochs)", f"{self.updates} ({self.epochs:.2f})"),
+            ("trained parameters", f"{self.trained_parameters / 1e6:.2f} M"),
+            ("exported draft", f"{self.draft_bytes / 1e6:.1f} MB"),
+            ("a checkpoint", f"{self.checkpoint_bytes / gb:.2f} GB"),
+            ("features on disk", f"{self.feature_bytes / gb:.2f} GB"),
+            ("memory, about", f"{self.device_bytes / gb:.1f} GB"),
+        ):
+            table.add_row(name, value)
+        return table
+
+    def to_json(self) -> dict[str, Any]:
+        """For a program."""
+        return dataclasses.asdict(self)
+
+
+def make_plan(settings: TrainSettings, target: Target, data: Data) -> Plan:
+    """The plan of a run over ``data``."""
+    config = _config(settings, target)
+    run, length = settings.run, settings.data.row_tokens
+    rows = len(pack([len(s) for s in data.train], length))
+    tokens = sum(len(s) for s in data.train)
+    sizes = {path: math.prod(a.shape) for path, a in _leaves(config)}
+    trained = sum(n for path, n in sizes.items() if settings.draft.train_head or "head" not in path)
+    width = target.config.hidden_size * target.dtype.itemsize
+    item = 2 if run.compute_dtype == "bfloat16" else 4
+    return Plan(
+        samples=len(data.train),
+        held_out=len(data.validation),
+        tokens=tokens,
+        supervised=sum(int(np.sum(s.supervised)) for s in data.train),
+        rows=rows,
+        fill=tokens / (rows * length),
+        updates=run.updates,
+        epochs=run.updates * run.rows * run.accumulate / rows,
+        trained_parameters=trained,
+        draft_bytes=sum(sizes.values()) * target.dtype.itemsize,
+        checkpoint_bytes=trained * 12,
+        feature_bytes=0 if run.features == "online" else tokens * (len(config.aux) + 1) * width,
+        device_bytes=target.nbytes + trained * 16 + _activations(config, settings, item),
+    )
+
+
+def _config(settings: TrainSettings, target: Target) -> EagleConfig:
+    if settings.draft.start in STARTS:
+        return draft_config(settings.draft, target, settings.objective.version)
+    return read_draft(draft_folder(settings.draft.start)).config
+
+
+def _leaves(config: EagleConfig) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    table = abstract(param_table(config))
+    return [(jax.tree_util.keystr(p), a) for p, a in jax.tree_util.tree_flatten_with_path(table)[0]]
+
+
+def _activations(config: EagleConfig, settings: TrainSettings, item: int) -> int:
+    """Bytes kept for the backward pass: per step and layer the projections and the attention weights; the logits
+    of two steps in f32."""
+    run, steps, length = settings.run, settings.objective.steps, settings.data.row_tokens
+    wide = 2 * config.hidden_size + config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    a_token = (wide + 4 * config.hidden_size + 3 * config.intermediate_size) * item
+    scores = 0 if run.remat else config.num_heads * length * 4
+    a_row = length * (steps * config.num_layers * (a_token + scores) + 4 * config.draft_vocab_size * 4)
+    return run.rows * a_row

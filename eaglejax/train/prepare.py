@@ -1,0 +1,230 @@
+"""From settings to everything that a run needs: samples, the draft's configuration, vocabulary and first weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax.checkpoint.eagle import bind, draft_folder, read_weights
+from eaglejax.checkpoint.eagle_read import read_draft
+from eaglejax.drafts.eagle_config import EagleConfig, default_boundaries
+from eaglejax.drafts.eagle_model import EagleParams, Weights
+from eaglejax.errors import ConfigError
+from eaglejax.models.target import Target
+from eaglejax.train import curate, warm
+from eaglejax.train.features import target_features
+from eaglejax.train.objectives import Head
+from eaglejax.train.packing import assemble, pack
+from eaglejax.train.samples import Report, Sample, read_samples
+from eaglejax.train.settings import DataSettings, DraftSettings, TrainSettings
+from eaglejax.train.vocab import VocabMap, build_vocab_map, count_supervised, given_vocab_map
+
+FIT_TOKENS = 65536
+"""Tokens of training text that the closed-form start is fitted to."""
+
+STARTS = ("fit", "layer", "random")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Samples to train on (none longer than a packed row) and to validate on, and what was left out."""
+
+    train: list[Sample]
+    validation: list[Sample]
+    report: Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A draft about to be trained.
+
+    ``weights``: the trained masters. ``frozen``: the target's parts it uses, with its own head where that is not
+    trained. ``head``: how the target is asked about the draft's tokens. ``vocab``: None for the whole vocabulary.
+    """
+
+    config: EagleConfig
+    weights: Weights
+    frozen: EagleParams
+    head: Head
+    vocab: VocabMap | None
+
+    @property
+    def ids(self) -> np.ndarray | None:
+        """Target id of each draft id [Vd], or None."""
+        return None if self.vocab is None else self.vocab.ids
+
+    def complete(self, weights: Weights) -> Weights:
+        """Trained weights joined with the draft's untrained head, in the layout of ``param_table``."""
+        if self.config.own_head and "head" not in weights:
+            return {**weights, "head": self.head.weight}
+        return weights
+
+
+def prepare_data(settings: DataSettings, target: Target) -> Data:
+    """Read, curate, split and cut the files that the settings name."""
+    tokenizer = target.need_tokenizer()
+    report = Report()
+    sources: dict[str, list[Sample]] = {}
+    for source in settings.train:
+        found, one = read_samples(
+            source.path, tokenizer, vocab_size=target.config.vocab_size, limit=source.limit
+        )
+        report.rows += one.rows
+        for reason, count in one.dropped.items():
+            report.drop(reason, one.first[reason], count)
+        sources.setdefault(source.path, []).extend(found)
+    every = [s for samples in sources.values() for s in samples]
+    if settings.deduplicate != "none":
+        every = curate.deduplicate(every, report, by=settings.deduplicate)
+    if settings.decontaminate:
+        texts = [t for path in settings.decontaminate for t in curate.evaluation_texts(path)]
+        every = curate.decontaminate(every, curate.Contamination(texts), tokenizer, report)
+    train, validation = curate.split_validation(every, settings.validation)
+    if settings.mix:
+        kept = {id(s) for s in train}
+        parts = {path: [s for s in samples if id(s) in kept] for path, samples in sources.items()}
+        weights = {source.path: source.weight for source in settings.train}
+        train = curate.mix(parts, weights, seed=settings.seed, total=settings.total)
+
+    def cut(samples: Sequence[Sample]) -> list[Sample]:
+        return [w for s in samples for w in curate.windows(s, settings.row_tokens, settings.overlap)]
+
+    train, validation = cut(train), cut(validation)
+    if not train:
+        raise ConfigError(
+            "no sample is left to train on: " + ("; ".join(report.lines()) or "all were held out")
+        )
+    return Data(train, validation, report)
+
+
+def draft_config(settings: DraftSettings, target: Target, version: int) -> EagleConfig:
+    """The configuration of a new draft for ``target``."""
+    model = target.config
+    heads = settings.num_heads or model.num_heads
+    return EagleConfig(
+        version=version,
+        vocab_size=model.vocab_size,
+        draft_vocab_size=settings.vocab or model.vocab_size,
+        hidden_size=model.hidden_size,
+        target_hidden_size=model.hidden_size,
+        intermediate_size=settings.intermediate_size or model.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=settings.num_kv_heads or (heads if settings.start == "fit" else model.num_kv_heads),
+        head_dim=settings.head_dim or model.head_dim,
+        num_layers=settings.num_layers,
+        num_aux=(len(settings.aux) or 3) if version == 3 else 0,
+        aux=(settings.aux or default_boundaries(model.num_layers)) if version == 3 else (),
+        norm_eps=model.norm_eps,
+        rope=model.rope,
+        activation=model.activation,
+        head_norm=version == 3,
+        own_head=version == 3,
+        embed_scale=model.embed_scale,
+        softcap=model.final_softcap,
+    )
+
+
+def prepare_draft(settings: TrainSettings, target: Target, data: Data) -> Draft:
+    """The draft that the settings ask for, new or going on from an existing one."""
+    counts = count_supervised(data.train, target.config.vocab_size)
+    if settings.draft.start not in STARTS:
+        return _existing(settings, target, counts)
+    config = draft_config(settings.draft, target, settings.objective.version).fit(target.config)
+    vocab = None
+    if config.reduced:
+        assert target.tokenizer is not None
+        vocab = build_vocab_map(counts, config.draft_vocab_size, tokenizer_hash=target.tokenizer.hash)
+    weights = _first_weights(config, settings, target, data.train)
+    return _draft(config, weights, settings, target, vocab)
+
+
+def fit_data(
+    target: Target, aux: tuple[int, ...], samples: Sequence[Sample], capacity: int
+) -> warm.FitData:
+    """Rows of training text for the closed-form start, at most about ``FIT_TOKENS``.
+
+    The state between the last block's attention and its MLP is what the block puts out when its MLP is zeroed.
+    """
+    chosen: list[Sample] = []
+    for sample in samples:
+        if sum(len(s) for s in chosen) >= FIT_TOKENS:
+            break
+        chosen.append(sample)
+    layers, last = target.config.num_layers, target.params["layers"][-1]
+    if "down" not in last:
+        raise ConfigError("start 'fit' needs a dense MLP in the target's last layer; use start 'random'")
+    silent = {**last, "down": jnp.zeros_like(last["down"])}
+    without = {**target.params, "layers": [*target.params["layers"][:-1], silent]}
+    skip = 4  # a text's first tokens carry outsized states that a linear map must not be bent by
+    parts = []
+    for row in pack([len(s) for s in chosen], capacity):
+        members = [chosen[i] for i in row]
+        batch = assemble(members, capacity)
+        found = target_features(target.params, target.config, batch, (*aux, layers))
+        middle = target_features(without, target.config, batch, (layers,)).aux
+        assert found.aux is not None and middle is not None
+        states, after = (np.asarray(a[0].astype(jnp.float32)) for a in (found.aux, middle[:, :, 0]))
+        documents = np.asarray(batch.documents[0])
+        at = np.flatnonzero((documents[:-1] == documents[1:]) & (np.asarray(batch.positions[0, :-1]) >= skip))
+        tokens = jnp.asarray(np.asarray(batch.tokens[0])[at + 1])
+        embedding = np.asarray(jnp.take(target.params["embed"], tokens, axis=0).astype(jnp.float32))
+        parts.append(warm.FitData(states[at, :-1], states[at, -1], after[at + 1], embedding))
+    return warm.concatenate(parts)
+
+
+def _first_weights(
+    config: EagleConfig, settings: TrainSettings, target: Target, samples: Sequence[Sample]
+) -> Weights:
+    seed = settings.run.seed
+    if settings.draft.start == "random":
+        weights = warm.random_weights(config, target, seed)
+    elif settings.draft.start == "layer":
+        weights = warm.layer_weights(config, target, seed)
+    else:
+        warm.check_start(config, target.config, "fit")
+        found = fit_data(target, config.aux, samples, settings.data.row_tokens)
+        weights = warm.fitted_weights(config, target, found, seed)
+    weights.pop("head", None)
+    return weights
+
+
+def _existing(settings: TrainSettings, target: Target, counts: np.ndarray) -> Draft:
+    """Go on from a published or earlier draft: its shape, vocabulary and weights."""
+    file = read_draft(draft_folder(settings.draft.start))
+    config = file.config.fit(target.config)
+    if config.version != settings.objective.version:
+        raise ConfigError(
+            f"{settings.draft.start} is an EAGLE-{config.version} draft; objective.algorithm "
+            f"{settings.objective.algorithm!r} trains EAGLE-{settings.objective.version}"
+        )
+    weights = read_weights(file, jnp.float32)
+    vocab = None if file.ids is None else given_vocab_map(np.asarray(file.ids), counts)
+    return _draft(config, weights, settings, target, vocab)
+
+
+def _draft(
+    config: EagleConfig, weights: Weights, settings: TrainSettings, target: Target, vocab: VocabMap | None
+) -> Draft:
+    dtype = jnp.dtype(settings.run.compute_dtype)
+    ids = None if vocab is None else vocab.ids
+    weights = dict(weights)
+    theirs = warm.head_rows(target, ids)
+    own = weights.pop("head", None)
+    frozen = bind(config, {}, target, ids)
+    if config.own_head:
+        if settings.draft.train_head:
+            weights["head"] = (theirs if own is None else own).astype(jnp.float32)
+        else:
+            frozen = frozen.replace(head=(theirs if own is None else own).astype(dtype))
+    if "embed" in weights:
+        raise ConfigError("a draft with an embedding of its own is not trained; start from one that borrows it")
+    head = Head(
+        theirs.astype(target.dtype),
+        None if ids is None else jnp.asarray(ids),
+        softcap=target.config.final_softcap,
+    )
+    return Draft(config, jax.tree.map(lambda w: w.astype(jnp.float32), weights), frozen, head, vocab)

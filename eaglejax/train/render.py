@@ -1,0 +1,109 @@
+"""Which tokens of a conversation the target would have written, by the borders of its own chat template.
+
+For each assistant turn the template is rendered twice: the history with the generation prompt (what serving sends)
+and the history with the answer. What the second has more is the answer. No pattern is searched in the text, so no
+template needs registering, and training rows are exactly the ids of serving followed by the ids of the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eaglejax.checkpoint.tokenizer import Tokenizer
+from eaglejax.errors import RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """``ids`` of a conversation and, for each, whether the target wrote it."""
+
+    ids: list[int]
+    supervised: list[bool]
+
+
+def render_conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    name: str,
+    tools: Any = None,
+    **variables: Any,
+) -> list[Rendered]:
+    """The training rows of a conversation.
+
+    One row with every assistant turn supervised where each turn's rendering is the beginning of the next one's;
+    else one row a turn, since the template rewrites history (drops earlier reasoning, say) and a joint row would
+    hold texts that serving never sees. A turn's end token is supervised, what the template puts behind it is not.
+    Raises RequestError, naming the row, when the template rejects it, when there is no assistant turn, or when an
+    answer cannot be found behind its prompt.
+    """
+    turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+    if not turns:
+        raise RequestError(f"{name}: nothing is supervised; the conversation has no assistant turn")
+    if tools is not None:
+        variables["tools"] = tools
+    rows = [_turn(tokenizer, messages, n, name, variables) for n in turns]
+    for earlier, later in zip(rows, rows[1:], strict=False):
+        if later.ids[: len(earlier.ids)] != earlier.ids:
+            return rows
+    supervised = [False] * len(rows[-1].ids)
+    for row in rows:
+        for n, marked in enumerate(row.supervised):
+            supervised[n] |= marked
+    return [Rendered(rows[-1].ids, supervised)]
+
+
+def _turn(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    turn: int,
+    name: str,
+    variables: Mapping[str, Any],
+) -> Rendered:
+    """The row that ends with the answer ``messages[turn]``, only that answer supervised."""
+    try:
+        prompt = tokenizer.render_chat(messages[:turn], add_generation_prompt=True, **variables)
+        whole = tokenizer.render_chat(messages[: turn + 1], add_generation_prompt=False, **variables)
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}") from error
+    if not whole.startswith(prompt):
+        history = tokenizer.render_chat(messages[:turn], add_generation_prompt=False, **variables)
+        if not whole.startswith(history):
+            raise RequestError(
+                f"{name}: the template renders the history of turn {turn} differently once it is answered, so "
+                "that the answer cannot be told from the prompt"
+            )
+        prompt = _common(prompt, whole)
+    answer = str(messages[turn]["content"]).strip()
+    # What a template writes between prompt and answer (an empty reasoning block, say) is not the target's.
+    at = whole.find(answer, len(prompt)) if answer else len(prompt)
+    reasoning = messages[turn].get("reasoning_content") or messages[turn].get("tool_calls")
+    if reasoning:
+        at = len(prompt)
+    elif at < 0:
+        raise RequestError(f"{name}: the template changes the text of turn {turn}; its answer is not found")
+    ids = tokenizer.encode(whole, special=False)
+    before = tokenizer.encode(whole[:at], special=False)
+    start = len(_common(before, ids))
+    end = _end(ids, start, tokenizer.eos_ids)
+    if end == start:
+        raise RequestError(f"{name}: nothing is supervised; turn {turn} is empty")
+    return Rendered(ids[:end], [start <= n < end for n in range(end)])
+
+
+def _end(ids: Sequence[int], start: int, eos_ids: Sequence[int]) -> int:
+    """One past the first end token from ``start`` on, or the whole length."""
+    for n in range(start, len(ids)):
+        if ids[n] in eos_ids:
+            return n + 1
+    return len(ids)
+
+
+def _common(a: Any, b: Any) -> Any:
+    """The longest common beginning."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return a[:n]

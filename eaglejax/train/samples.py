@@ -1,0 +1,226 @@
+"""Training texts as token ids with a mark on every token that the target wrote.
+
+A row of a JSON Lines file is one of: pretokenised (``prompt_ids`` and ``completion_ids``, as ``eaglejax
+regenerate`` writes, or ``input_ids`` and ``loss_mask``); a conversation (``messages`` or ``conversations``, entries
+with role/content or ShareGPT's from/value). Ids are best: they are exactly what the target produced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eaglejax.checkpoint.tokenizer import Tokenizer
+from eaglejax.errors import ConfigError, RequestError
+from eaglejax.train.render import Rendered, render_conversation
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Names of roles in published data, with the name that chat templates know."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sample:
+    """``ids`` [T] int32, ``supervised`` [T] bool; ``name`` says where it came from, for messages."""
+
+    ids: np.ndarray
+    supervised: np.ndarray
+    name: str
+
+    @property
+    def key(self) -> str:
+        """Content hash: SHA-256 over ids and marks, 32 hexadecimal digits."""
+        digest = hashlib.sha256(self.ids.astype("<i4").tobytes())
+        digest.update(np.packbits(self.supervised).tobytes())
+        return digest.hexdigest()[:32]
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """Ids before the first supervised token."""
+        return self.ids[: int(np.argmax(self.supervised))]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclasses.dataclass
+class Report:
+    """What happened to the rows: how many were read, and how many were left out for which reason, with the
+    first row named."""
+
+    rows: int = 0
+    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    first: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def drop(self, reason: str, where: str, count: int = 1) -> None:
+        """Count rows that are left out."""
+        self.dropped[reason] += count
+        self.first.setdefault(reason, where)
+
+    def lines(self) -> list[str]:
+        """One sentence a reason."""
+        return [f"{n} left out: {why} (first: {self.first[why]})" for why, n in self.dropped.most_common()]
+
+
+def make_sample(ids: Sequence[int], supervised: Sequence[bool], name: str, vocab_size: int) -> Sample:
+    """Check and freeze one sample. Raises RequestError that names it."""
+    array = np.asarray(ids, np.int64)
+    marks = np.asarray(supervised, bool)
+    if array.ndim != 1 or array.shape != marks.shape:
+        raise RequestError(f"{name}: {array.shape} ids and {marks.shape} marks; they must be equally many")
+    if array.size == 0 or array.min() < 0 or array.max() >= vocab_size:
+        raise RequestError(f"{name}: ids must lie in 0..{vocab_size - 1} and there must be some")
+    if not marks.any():
+        raise RequestError(f"{name}: nothing is supervised; the row holds no answer")
+    return Sample(array.astype(np.int32), marks, name)
+
+
+def read_samples(
+    path: str | Path, tokenizer: Tokenizer, *, vocab_size: int, limit: int | None = None
+) -> tuple[list[Sample], Report]:
+    """Samples of a JSON Lines file, at most those of its first ``limit`` rows.
+
+    A row that cannot be used is left out and counted in the report. Raises ConfigError when the file cannot be
+    read, and RequestError, naming the first bad row, when not one row can be used: then the format is wrong, not
+    the row.
+    """
+    report, samples = Report(), []
+    first_error: RequestError | None = None
+    for name, line in _lines(Path(path)):
+        if limit is not None and report.rows == limit:
+            break
+        report.rows += 1
+        try:
+            found = samples_of_row(_object(line, name), tokenizer, name=name, vocab_size=vocab_size)
+        except RequestError as error:
+            first_error = first_error or error
+            report.drop("the row cannot be used", str(error))
+            continue
+        samples.extend(found)
+    if not samples:
+        raise first_error or ConfigError(f"{path} holds no rows")
+    return samples, report
+
+
+def samples_of_row(row: Mapping[str, Any], tokenizer: Tokenizer, *, name: str, vocab_size: int) -> list[Sample]:
+    """The samples of one row: one, or one an assistant turn where the template rewrites history."""
+    if "id" in row:
+        name = f"{name} ({row['id']})"
+    if "prompt_ids" in row and "completion_ids" in row:
+        prompt, answer = _ids(row, "prompt_ids", name), _ids(row, "completion_ids", name)
+        marks = [False] * len(prompt) + [True] * len(answer)
+        return [make_sample([*prompt, *answer], marks, name, vocab_size)]
+    if "input_ids" in row and "loss_mask" in row:
+        ids, marks = _ids(row, "input_ids", name), _ids(row, "loss_mask", name)
+        return [make_sample(ids, [bool(m) for m in marks], name, vocab_size)]
+    for field in ("messages", "conversations"):
+        if field in row:
+            messages = read_messages(row[field], name)
+            rendered = render_conversation(tokenizer, messages, name=name, tools=_tools(row, name))
+            return [_of_rendered(r, name, vocab_size) for r in rendered]
+    raise RequestError(
+        f"{name}: a training row has prompt_ids and completion_ids, input_ids and loss_mask, messages or "
+        f"conversations; this one has {', '.join(sorted(row)) or 'nothing'}"
+    )
+
+
+def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
+    """A conversation in either spelling, with the roles that templates know, from its first user turn on.
+
+    A system message in front is kept; assistant turns before the first user turn are dropped (they answer
+    nothing). Raises RequestError for unknown roles and for contents that are no text.
+    """
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"{name}: a conversation is a non-empty list of messages")
+    out: list[dict[str, Any]] = []
+    for n, entry in enumerate(value):
+        if not isinstance(entry, Mapping):
+            raise RequestError(f"{name}: message {n} is no object")
+        role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
+        if role not in ROLES:
+            raise RequestError(
+                f"{name}: message {n} has role {role!r}; known are {', '.join(sorted(ROLES))}"
+            )
+        if not isinstance(content, str):
+            raise RequestError(f"{name}: the content of message {n} is no text")
+        extra = {k: v for k, v in entry.items() if k in ("reasoning_content", "tool_calls", "name")}
+        if ROLES[role] == "assistant" and not any(m["role"] == "user" for m in out):
+            continue
+        out.append({"role": ROLES[role], "content": content, **extra})
+    return out
+
+
+def preview(sample: Sample, tokenizer: Tokenizer, width: int = 4000) -> Any:
+    """The sample as coloured rich text: supervised tokens bold green, the rest dim."""
+    import rich.text
+
+    text = rich.text.Text()
+    edges = np.flatnonzero(np.diff(sample.supervised.astype(np.int8))) + 1
+    for run in np.split(np.arange(len(sample)), edges):
+        piece = tokenizer.decode(sample.ids[run].tolist())
+        text.append(piece, style="bold green" if sample.supervised[run[0]] else "dim")
+    text.truncate(width)
+    return text
+
+
+def _of_rendered(rendered: Rendered, name: str, vocab_size: int) -> Sample:
+    return make_sample(rendered.ids, rendered.supervised, name, vocab_size)
+
+
+def _tools(row: Mapping[str, Any], name: str) -> Any:
+    tools = row.get("tools")
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{name}: its tools are not valid JSON: {error.msg}") from error
+
+
+def _ids(row: Mapping[str, Any], field: str, name: str) -> list[int]:
+    value = row[field]
+    if not isinstance(value, list) or not all(isinstance(i, int) for i in value):
+        raise RequestError(f"{name}: {field} is a list of integers")
+    return value
+
+
+def _object(line: str, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{name}: not valid JSON: {error.msg}") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"{name}: a row is a JSON object")
+    return value
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        file = path.open(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    with file:
+        try:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", line
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8: {error.reason}") from error

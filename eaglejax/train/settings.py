@@ -1,0 +1,263 @@
+"""The settings of a training run, as a TOML file says them: strict, with dotted overrides.
+
+Every key is a field below; one that is not, or has a value of another type, is refused with its name. The resolved
+settings are written beside the checkpoints and read back identically.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from eaglejax.errors import ConfigError
+from eaglejax.train.objectives import Objective
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFile:
+    """One file of training rows. ``weight``: its share of the mixture; ``limit``: read the first rows only."""
+
+    path: str
+    weight: float = 1.0
+    limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings:
+    """``train``: files of rows (see ``samples``). ``total``: samples of the mixture (None: as many as the weights
+    allow without repeating one; ``mix`` False: all of all files). ``decontaminate``: evaluation files whose text
+    must not occur. ``validation``: share of the samples held out. ``row_tokens`` T: length of a packed row;
+    longer samples are cut into windows that share ``overlap`` tokens. ``seed``: of mixing and shuffling."""
+
+    train: tuple[SourceFile, ...] = ()
+    mix: bool = False
+    total: int | None = None
+    decontaminate: tuple[str, ...] = ()
+    deduplicate: Literal["sample", "prompt", "none"] = "sample"
+    validation: float = 0.05
+    row_tokens: int = 1024
+    overlap: int = 64
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftSettings:
+    """Shape and start of the draft; None takes the target's own size.
+
+    ``start``: "fit" (closed form from the target's features), "layer" (the target's last layer), "random", or the
+    folder or Hub id of a draft to go on from, whose shape and vocabulary are then kept. ``aux``: boundaries that
+    an EAGLE-3 draft reads (empty: 2, n/2, n-3). ``vocab``: Vd (None: the whole vocabulary). ``train_head`` False
+    keeps the target's rows as the head.
+    """
+
+    start: str = "fit"
+    aux: tuple[int, ...] = ()
+    vocab: int | None = None
+    intermediate_size: int | None = None
+    num_layers: int = 1
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    train_head: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+    """``name``: "adamw", or "muon" for matrices with AdamW for the rest. ``learning_rate`` at its peak, reached
+    after ``warmup`` updates; ``schedule`` then falls to ``final`` times the peak at the last update. ``clip``:
+    largest global norm of the gradient (0: none)."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 5e-4
+    warmup: int = 40
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    final: float = 0.05
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    clip: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """``updates``: optimiser steps in all. An update sees ``rows`` packed rows, ``accumulate`` times.
+    ``features``: "online", or a folder made by ``eaglejax features``. ``compute_dtype``: of activations and of
+    the weights' copy in the forward; masters are float32. ``remat``: recompute activations of each chain step.
+    ``save_every``, ``evaluate_every``, ``log_every``: in updates. ``keep``: latest checkpoints that stay beside
+    the best one. ``most_skipped``: consecutive updates that may be skipped for NaN before the run stops.
+    ``decode_prompts``: held-out prompts that each evaluation decodes for the real tau (0: none), to
+    ``decode_tokens`` tokens with a chain of ``decode_depth``."""
+
+    updates: int = 1000
+    rows: int = 1
+    accumulate: int = 1
+    features: str = "online"
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    remat: bool = False
+    seed: int = 0
+    save_every: int = 200
+    evaluate_every: int = 200
+    log_every: int = 10
+    keep: int = 2
+    most_skipped: int = 20
+    decode_prompts: int = 0
+    decode_tokens: int = 64
+    decode_depth: int = 5
+    tensorboard: bool = True
+    wandb: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """Everything about a run. ``target``: see ``load_target``. ``out``: the run's folder."""
+
+    target: str = "demo"
+    target_dtype: str | None = None
+    out: str = ""
+    data: DataSettings = dataclasses.field(default_factory=DataSettings)
+    draft: DraftSettings = dataclasses.field(default_factory=DraftSettings)
+    objective: Objective = dataclasses.field(default_factory=Objective)
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    run: RunSettings = dataclasses.field(default_factory=RunSettings)
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot be, alone or together."""
+        if not self.out:
+            raise ConfigError("out is not set; name the folder of the run")
+        if not self.data.train:
+            raise ConfigError("data.train names no file")
+        for name in ("updates", "rows", "accumulate", "save_every", "evaluate_every", "log_every", "keep"):
+            if getattr(self.run, name) < 1:
+                raise ConfigError(f"run.{name} is {getattr(self.run, name)}; it must be at least 1")
+        if self.data.overlap < self.objective.steps + 1:
+            raise ConfigError(
+                f"data.overlap {self.data.overlap} is too small for objective.steps {self.objective.steps}: a "
+                "window must share at least one token more than there are steps"
+            )
+        if self.optimizer.learning_rate <= 0 or self.optimizer.warmup < 0:
+            raise ConfigError("optimizer.learning_rate must be positive and optimizer.warmup not negative")
+        if self.optimizer.warmup >= self.run.updates:
+            raise ConfigError(
+                f"optimizer.warmup {self.optimizer.warmup} leaves nothing of run.updates {self.run.updates}"
+            )
+        if self.objective.version == 1 and (self.draft.vocab or self.draft.aux):
+            raise ConfigError("an EAGLE-1 draft has the target's vocabulary and reads its final state alone")
+
+
+def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:
+    """Settings from a TOML file with ``a.b=value`` overrides (values as in TOML; bare words are texts).
+
+    Raises ConfigError for unknown keys, wrong types and values that cannot be.
+    """
+    settings = parse(TrainSettings, read_toml(path, overrides))
+    settings.check()
+    return settings
+
+
+def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The table in a TOML file with ``a.b=value`` overrides put into it."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for text in overrides:
+        override(table, text)
+    return table
+
+
+def override(table: dict[str, Any], text: str) -> None:
+    """Put one ``a.b=value`` into a nested table."""
+    name, sign, value = text.partition("=")
+    if not sign or not name.strip():
+        raise ConfigError(f"override {text!r} is not of the form section.key=value")
+    *sections, last = name.strip().split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {text!r}: {section} is not a section")
+    try:
+        table[last] = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        table[last] = value.strip()
+
+
+def parse(cls: type[T], table: Mapping[str, Any], where: str = "") -> T:
+    """A settings dataclass from a table, every key and type checked. Raises ConfigError."""
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    unknown = sorted(set(table) - set(names))
+    if unknown:
+        raise ConfigError(f"unknown key {where}{unknown[0]!s}; known are {', '.join(names)}")
+    return cls(**{name: _value(hints[name], table[name], f"{where}{name}") for name in table})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value == "none" and type(None) in args:
+            return None
+        return _value(next(a for a in args if a is not type(None)), value, where)
+    if origin is Literal:
+        if value not in args:
+            raise ConfigError(f"{where} is {value!r}; it is one of {', '.join(map(repr, args))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} is a list, not {value!r}")
+        return tuple(_value(args[0], v, f"{where}[{n}]") for n, v in enumerate(value))
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} is a section, not {value!r}")
+        return parse(typing.cast(type, hint), value, f"{where}.")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{where} is {value!r}; it must be of type {hint.__name__}")
+    return value
+
+
+def to_toml(settings: Any) -> str:
+    """A settings dataclass as TOML that ``parse`` reads back to an equal one. None is written "none"."""
+    lines: list[str] = []
+    _write(settings, "", lines)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _write(settings: Any, section: str, lines: list[str]) -> None:
+    inner = []
+    if section:
+        lines.append(f"\n[{section}]")
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        name = f"{section}.{field.name}" if section else field.name
+        if dataclasses.is_dataclass(value):
+            inner.append((name, value))
+        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+            items = [", ".join(f"{k} = {_toml(v)}" for k, v in dataclasses.asdict(i).items()) for i in value]
+            lines.append(f"{field.name} = [{', '.join('{ ' + i + ' }' for i in items)}]")
+        else:
+            lines.append(f"{field.name} = {_toml(value)}")
+    for name, value in inner:
+        _write(value, name, lines)
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(v) for v in value)}]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return repr(value)

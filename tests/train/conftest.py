@@ -1,0 +1,33 @@
+"""A tiny target and tiny data for all training tests."""
+
+import json
+
+import numpy as np
+import pytest
+from train_tools import tiny_folder
+
+from eaglejax.models.target import load_target
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="session")
+def target(folder):
+    return load_target(folder, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory):
+    """Forty pretokenised rows of a text with structure, so that there is something to learn."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for n in range(40):
+            start, size = int(rng.integers(20, 60)), int(rng.integers(6, 20))
+            answer = [start + (i * 3) % 17 for i in range(size)] + [262]
+            prompt = rng.integers(10, 90, int(rng.integers(3, 9))).tolist()
+            file.write(json.dumps({"id": n, "prompt_ids": prompt, "completion_ids": answer}) + "\n")
+    return path

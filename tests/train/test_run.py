@@ -1,0 +1,178 @@
+"""A whole run: learns, evaluates for real, exports, resumes bit for bit, survives kills and NaNs."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from train_tools import leaves_equal
+
+from eaglejax.api import generate
+from eaglejax.checkpoint.eagle import load_draft
+from eaglejax.drafts.tree import chain
+from eaglejax.errors import EaglejaxError, MismatchError
+from eaglejax.train.prepare import prepare_data, prepare_draft
+from eaglejax.train.run_checkpoints import RunCheckpoints
+from eaglejax.train.settings import (
+    DataSettings,
+    DraftSettings,
+    OptimizerSettings,
+    RunSettings,
+    SourceFile,
+    TrainSettings,
+    load_settings,
+    to_toml,
+)
+from eaglejax.train.objectives import Objective
+from eaglejax.train.trainer import Trainer
+
+
+def settings_for(folder, rows_file, out, **run):
+    return TrainSettings(
+        target=folder,
+        target_dtype="float32",
+        out=str(out),
+        data=DataSettings(train=(SourceFile(str(rows_file)),), row_tokens=64, overlap=8, validation=0.2),
+        draft=DraftSettings(aux=(1, 2, 4), vocab=64, intermediate_size=24),
+        objective=Objective(steps=2, out_of_vocabulary="keep"),
+        optimizer=OptimizerSettings(learning_rate=1e-2, warmup=2),
+        run=RunSettings(
+            **{
+                "updates": 7,
+                "rows": 2,
+                "compute_dtype": "float32",
+                "save_every": 5,
+                "evaluate_every": 5,
+                "log_every": 2,
+                "decode_prompts": 2,
+                "decode_tokens": 12,
+                "decode_depth": 2,
+            }
+            | run
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(folder, target, rows_file, tmp_path_factory):
+    settings = settings_for(folder, rows_file, tmp_path_factory.mktemp("whole") / "run")
+    data = prepare_data(settings.data, target)
+    return settings, data, prepare_draft(settings, target, data)
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, target):
+    settings, data, draft = prepared
+    return settings, Trainer(settings, target, data, draft).run()
+
+
+def read_log(out):
+    with open(os.path.join(out, "metrics.jsonl")) as file:
+        return [json.loads(line) for line in file]
+
+
+def test_a_run_lowers_the_loss_and_writes_a_draft_that_decodes_losslessly(whole, target):
+    settings, result = whole
+    log = read_log(settings.out)
+    losses = [row["train/objective"] for row in log if "train/objective" in row]
+    assert losses[-1] < 0.93 * losses[0]
+    assert not result.interrupted
+    assert result.updates == 7
+    bound = load_draft(result.draft, target, tree=chain(2))
+    prompt = [[40, 41, 42, 43]]
+    fast = generate(target, prompt, proposer=bound, max_new_tokens=12)
+    plain = generate(target, prompt, max_new_tokens=12)
+    assert fast[0].token_ids == plain[0].token_ids
+
+
+def test_the_last_update_is_saved_once_and_evaluations_report_the_real_tau(whole):
+    settings, result = whole
+    names = sorted(os.listdir(os.path.join(settings.out, "checkpoints")))
+    assert [n for n in names if n.startswith("update-")] == ["update-00000005", "update-00000007"]
+    evaluations = [row for row in read_log(settings.out) if "decoded/tau" in row]
+    assert [row["update"] for row in evaluations] == [5, 7]
+    assert all(1.0 <= row["decoded/tau"] <= 3.0 for row in evaluations)
+    assert result.score == max(row["decoded/tau"] for row in evaluations)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(prepared, whole, target, tmp_path):
+    settings, data, draft = prepared
+    other = dataclasses.replace(settings, out=str(tmp_path / "run"))
+    kill_at = 3
+
+    def notify(update, values):
+        del values
+        if update >= kill_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    first = Trainer(other, target, data, draft, notify).run()
+    assert first.interrupted
+    assert first.updates == 4
+    second = Trainer(other, target, data, draft).run()
+    assert second.updates == 7
+    states = []
+    for out in (settings.out, other.out):
+        trainer = Trainer(settings, target, data, draft)
+        from eaglejax.train.state import init_state
+
+        like = init_state(draft.weights, trainer._transform)
+        states.append(RunCheckpoints(trainer.out.__class__(out) / "checkpoints", trainer._binds(), 2).restore(like, 7))
+    assert leaves_equal(states[0].state, states[1].state)
+    rates = {row["update"]: row["learning_rate"] for row in read_log(other.out) if "learning_rate" in row}
+    assert rates[6] == {r["update"]: r["learning_rate"] for r in read_log(settings.out) if "learning_rate" in r}[6]
+
+
+def test_checkpoints_of_another_run_are_refused_by_name(prepared, whole, target):
+    settings, data, draft = prepared
+    changed = dataclasses.replace(settings, optimizer=OptimizerSettings(learning_rate=1e-3, warmup=2))
+    with pytest.raises(MismatchError, match="optimizer"):
+        Trainer(changed, target, data, draft).run()
+
+
+def test_resolved_settings_read_back_equal(whole, tmp_path):
+    settings, _ = whole
+    assert load_settings(os.path.join(settings.out, "config.toml")) == settings
+    path = tmp_path / "again.toml"
+    path.write_text(to_toml(settings))
+    changed = load_settings(path, ["run.updates=9", "objective.loss=kl", "data.total=none"])
+    assert changed.run.updates == 9
+    assert changed.objective.loss == "kl"
+
+
+def test_a_document_with_nan_features_is_left_out_and_a_hopeless_run_stops(prepared, target, tmp_path, monkeypatch):
+    from eaglejax.train import trainer as module
+
+    settings, data, draft = prepared
+    real = module.with_features
+
+    def poisoned(target, batch, aux, *, rows):
+        found = real(target, batch, aux)
+        bad = np.asarray(found.aux).copy()
+        bad[rows, 1, 0, 0] = np.nan
+        return found.replace(aux=bad)
+
+    monkeypatch.setattr(module, "with_features", lambda t, b, a: poisoned(t, b, a, rows=0))
+    out = dataclasses.replace(settings, out=str(tmp_path / "one"))
+    quick = dataclasses.replace(
+        out, run=dataclasses.replace(out.run, updates=3, decode_prompts=0, evaluate_every=100, log_every=1)
+    )
+    Trainer(quick, target, data, draft).run()
+    last = [row for row in read_log(quick.out) if "discarded_documents" in row][-1]
+    assert last["discarded_documents"] == 3
+    assert last["skipped_updates"] == 0
+    assert np.isfinite(last["train/objective"])
+
+    nan = real(target, module.shard_batch(next(Trainer(quick, target, data, draft)._stream()), module.data_mesh()), (1, 2, 4))
+    nan = nan.replace(hidden=np.full(nan.hidden.shape, np.nan, np.float32))
+    monkeypatch.setattr(module, "with_features", lambda t, b, a: nan)
+    hopeless = dataclasses.replace(
+        quick,
+        out=str(tmp_path / "all"),
+        data=dataclasses.replace(quick.data),
+        run=dataclasses.replace(quick.run, most_skipped=2),
+    )
+    empty = dataclasses.replace(data, validation=[])
+    with pytest.raises(EaglejaxError, match="2 updates in a row"):
+        Trainer(hopeless, target, empty, draft).run()
