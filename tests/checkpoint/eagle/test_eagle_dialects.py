@@ -1,0 +1,468 @@
+"""Every published form of an EAGLE draft is understood, to the same draft; what is not understood is refused
+by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from eagle_files import FLAT, FLAT1, HD, VD, H, V, make, maps, midlayer, rename, save, speculators_config
+
+from eaglejax.checkpoint.eagle import bind, load_draft, read_weights
+from eaglejax.checkpoint.eagle_read import read_draft
+from eaglejax.drafts import eagle_model
+from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.eagle_unroll import unroll
+from eaglejax.drafts.tree import chain
+from eaglejax.errors import CheckpointError, ConfigError, EaglejaxError, MismatchError
+from eaglejax.models.config import ModelConfig
+from eaglejax.models.target import random_target
+from eaglejax.nn.rope import RopeConfig
+
+TARGET_CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=20,
+    num_layers=7,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=64,
+    rope=RopeConfig(),
+    query_scale=8**-0.5,
+)
+
+
+@functools.cache
+def target():
+    return random_target(TARGET_CONFIG, seed=3)
+
+
+@functools.lru_cache
+def runner(config):
+    rng = np.random.default_rng(9)
+    features = jnp.asarray(
+        rng.normal(size=(1, 5, config.num_aux or 1, config.target_hidden_size)), jnp.float32
+    )
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (1, 5)))
+
+    @jax.jit
+    def run(params):
+        states = unroll(params, config, features, tokens, 2)
+        return jnp.stack([eagle_model.logits(params, config, s) for s in states])
+
+    return run
+
+
+def logits(folder, **options):
+    """Logits of two draft steps on fixed features, in the target's vocabulary's order of the draft."""
+    file = read_draft(folder, **options)
+    config = file.config.fit(TARGET_CONFIG)
+    params = bind(config, read_weights(file, jnp.float32), target(), file.ids)
+    return np.asarray(runner(config)(params)), config, file
+
+
+def nested(name: str) -> str:
+    return "draft_model.model." + midlayer(name)
+
+
+def nemo(name: str) -> str:
+    return name if name == "lm_head.weight" else "model." + name
+
+
+EMBED = {"embed_tokens.weight": np.asarray(target().params["embed"])}
+MADE = make()
+SGLANG = FLAT | {"architectures": ["LlamaForCausalLMEagle3"]}
+
+EAGLE3_FORMS = {
+    # name: (tensors, config, file form, layout)
+    "safeailab-bin": (rename(MADE.tensors, midlayer) | maps(MADE), FLAT, "bin", "midlayer"),
+    "safeailab-safetensors": (rename(MADE.tensors, midlayer) | maps(MADE), FLAT, "safetensors", "midlayer"),
+    "specforge": (
+        rename(MADE.tensors, midlayer) | maps(MADE) | EMBED,
+        SGLANG
+        | {
+            "rope_theta": 10000,
+            "rope_scaling": None,
+            "head_dim": HD,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+            "norm_output": True,
+        },
+        "safetensors",
+        "midlayer",
+    ),
+    "specforge-sharded": (rename(MADE.tensors, midlayer) | maps(MADE), SGLANG, "sharded", "midlayer"),
+    "angelslim": (rename(MADE.tensors, midlayer) | maps(MADE), SGLANG | {"head_dim": HD}, "bin", "midlayer"),
+    "speculators": (
+        MADE.tensors
+        | maps(MADE)
+        | EMBED
+        | {
+            "verifier_lm_head.weight": MADE.tensors["lm_head.weight"],
+            "verifier_norm.weight": MADE.tensors["norm.weight"],
+        },
+        speculators_config(eagle_aux_hidden_state_layer_ids=[2, 3, 4]),
+        "safetensors",
+        "speculators",
+    ),
+    "speculators-without-d2t": (
+        MADE.tensors | {"t2d": maps(MADE)["t2d"]},
+        speculators_config(),
+        "safetensors",
+        "speculators",
+    ),
+    "modelopt": (
+        MADE.tensors | maps(MADE, t2d=False),
+        SGLANG
+        | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True}},
+        "safetensors",
+        "modelopt",
+    ),
+    "modelopt-early": (
+        rename(MADE.tensors, midlayer) | maps(MADE, t2d=False),
+        SGLANG,
+        "safetensors",
+        "midlayer",
+    ),
+    "nemo": (rename(MADE.tensors | maps(MADE) | EMBED, nemo), SGLANG, "safetensors", "nemo"),
+    "nested": (rename(MADE.tensors | maps(MADE), nested), FLAT, "safetensors", "midlayer"),
+}
+
+
+@pytest.mark.parametrize("name", EAGLE3_FORMS)
+def test_every_eagle3_form_is_the_same_draft(name, tmp_path):
+    """A62, A52: same logits, same map, same boundaries, whatever the names and the container."""
+    tensors, config, form, layout = EAGLE3_FORMS[name]
+    want, base, _ = logits(save(tmp_path / "base", rename(MADE.tensors, midlayer) | maps(MADE), FLAT))
+    got, read, file = logits(save(tmp_path / "it", tensors, config, form=form))
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(file.ids, MADE.ids)
+    assert read.aux == base.aux == (2, 3, 4)
+    assert (read.version, read.head_dim, read.rope.theta) == (3, HD, 10000.0)
+    assert file.layout.startswith(layout)
+    assert got.shape[-1] == VD
+
+
+@pytest.mark.parametrize("form", ["bin", "vllm", "no-bias"])
+def test_eagle1_forms(form, tmp_path):
+    """SafeAILab's .bin with its embedding and bias; vLLM's conversion with the target's head; a file without
+    bias."""
+    made = make(1)
+    base, config, _ = logits(save(tmp_path / "base", made.tensors, FLAT1))
+    assert (config.version, config.fc_bias, config.own_embedding, config.own_head) == (1, True, True, False)
+    if form == "bin":
+        got, *_ = logits(save(tmp_path / "it", made.tensors, FLAT1, form="bin"))
+        np.testing.assert_array_equal(got, base)
+    elif form == "vllm":
+        head = {"lm_head.weight": np.asarray(target().params["head"]).T}
+        tensors = rename(made.tensors | head, nemo)
+        got, config, file = logits(save(tmp_path / "it", tensors, FLAT1 | {"eagle_fc_bias": True}))
+        np.testing.assert_array_equal(got, base)
+        assert (config.own_head, file.layout) == (True, "vllm-eagle1")
+    else:
+        tensors = {k: v for k, v in made.tensors.items() if k != "fc.bias"}
+        got, config, _ = logits(save(tmp_path / "it", tensors, FLAT1 | {"bias": False}))
+        assert not config.fc_bias
+        assert not np.allclose(got, base)
+        with pytest.raises(CheckpointError, match="fc has a bias"):
+            read_draft(save(tmp_path / "lie", tensors, FLAT1 | {"bias": True}))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64], ids=str)
+def test_bin_files_hold_every_float(dtype, tmp_path):
+    """Storages of every float type, a view into a larger storage and a parameter are read as PyTorch reads
+    them."""
+    import torch
+
+    made = make(dtype=dtype)
+    folder = save(tmp_path / "it", rename(made.tensors, midlayer) | maps(made), FLAT, form="bin")
+    path = folder / "pytorch_model.bin"
+    state = torch.load(path, weights_only=True)
+    big = torch.arange(64, dtype=state["norm.weight"].dtype)
+    state["norm.weight"] = big[16:48:2]
+    state["midlayer.hidden_norm.weight"] = torch.nn.Parameter(state["midlayer.hidden_norm.weight"])
+    state["fc.weight"] = state["fc.weight"].T.contiguous().T
+    torch.save(state, path)
+    store = read_draft(folder).store
+    for name, value in state.items():
+        got = store.array(name.replace("midlayer.", "layers.0."))
+        np.testing.assert_array_equal(np.asarray(got, np.float64), value.detach().to(torch.float64).numpy())
+
+
+def test_a_bin_that_would_run_code_is_refused(tmp_path):
+    """Weights-only: the pickle may name tensors and nothing else; damage is refused by name."""
+    import torch
+
+    class Evil:
+        def __reduce__(self):
+            return (print, ("never",))
+
+    folder = save(tmp_path / "it", {}, FLAT)
+    (folder / "model.safetensors").unlink()
+    path = folder / "pytorch_model.bin"
+    torch.save({"fc.weight": Evil()}, path)
+    with pytest.raises(CheckpointError, match=r"builtin\S*\.print"):
+        read_draft(folder)
+    torch.save({"fc.weight": torch.zeros(2), "step": 3}, path)
+    with pytest.raises(CheckpointError, match="dict of tensors"):
+        read_draft(folder)
+    torch.save({"fc.weight": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"PyTorch 1\.6"):
+        read_draft(folder)
+    torch.save({"fc.weight": torch.zeros(2000)}, path)
+    path.write_bytes(path.read_bytes()[:4000])
+    with pytest.raises(CheckpointError, match="zip archive"):
+        read_draft(folder)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="no weights"):
+        read_draft(folder)
+
+
+def draft(tmp_path, change=None, config=None, made=MADE, with_maps=True):
+    tensors = rename(made.tensors, midlayer) | (maps(made) if with_maps else {})
+    if change:
+        change(tensors)
+    return save(tmp_path / "draft", tensors, FLAT if config is None else config)
+
+
+def drop(*names):
+    def change(tensors):
+        for name in names:
+            del tensors[name]
+
+    return change
+
+
+def put(**values):
+    def change(tensors):
+        tensors |= {k.replace("__", "."): v for k, v in values.items()}
+
+    return change
+
+
+IDS = MADE.ids.astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "text"),
+    [
+        (drop("fc.weight"), None, r"lacks fc\.weight"),
+        (drop("midlayer.mlp.up_proj.weight"), None, r"lacks 1 tensors.*mlp\.up_proj"),
+        (drop("lm_head.weight"), None, r"lacks lm_head\.weight"),  # A57
+        (put(extra__weight=np.zeros(3, np.float32)), None, r"no use for: extra\.weight"),
+        (put(layers__0__hidden_norm__weight=np.zeros(H, np.float32)), None, "hidden_norm.weight twice"),
+        (drop("d2t", "t2d"), None, "neither d2t nor t2d"),  # A51
+        (put(d2t=IDS), None, "absolute target ids"),  # A50
+        (put(d2t=np.zeros(VD, np.int64)), None, "t2d marks"),
+        (put(d2t=(IDS - np.arange(VD))[::-1].copy()), None, "strictly increasing|target id"),
+        (put(d2t=np.full(VD, V, np.int64)), None, "leads to target id"),
+        (put(d2t=np.full(VD, -1, np.int64)), None, "leads to target id -1"),
+        (put(d2t=np.zeros(VD, np.float32)), None, "must hold integers"),
+        (put(d2t=np.zeros(VD - 1, np.int64)), None, "entries for a head"),
+        (put(t2d=np.ones(V, bool)), None, "t2d marks 40"),
+        (put(fc__weight=np.zeros((H, 3 * H + 1), np.float32)), FLAT | {"target_hidden_size": H}, "width"),
+        (put(midlayer__self_attn__o_proj__weight=np.zeros((H, H + 4), np.float32)), None, "reads 20 values"),
+        (None, FLAT | {"num_attention_heads": 3}, "3 heads"),
+        (None, FLAT | {"head_dim": 8}, "which is 4 each"),
+        (None, FLAT | {"num_key_value_heads": 4}, "the tensors have 2"),
+        (None, FLAT | {"hidden_size": 32}, "hidden_size 32"),
+        (None, FLAT | {"hidden_act": "tanh"}, "activation 'tanh'"),
+        (None, FLAT | {"fc_norm": True}, "sets fc_norm"),
+        (None, FLAT | {"norm_before_fc": True}, "sets norm_before_fc"),
+        (put(input_norm__weight=np.ones(3 * H, np.float32)), FLAT | {"norm_before_fc": False}, "input_norm"),
+        (None, FLAT | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "contradicts"),  # A30
+        (None, FLAT | {"rope_scaling": {"type": "spiral", "factor": 2.0}}, "spiral"),  # A29
+        (None, FLAT | {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        (None, FLAT | {"eagle_aux_hidden_state_layer_ids": [4, 2, 3]}, "increasing"),
+        (None, FLAT | {"eagle_aux_hidden_state_layer_ids": [2, 3, 4], "eagle_config":
+                       {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, "twice and differently"),
+        (None, FLAT | {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        (None, {k: v for k, v in FLAT.items() if k != "num_attention_heads"}, "neither num_attention_heads"),
+    ],
+)  # fmt: skip
+def test_refusals_name_what_is_wrong(change, config, text, tmp_path):
+    with pytest.raises(EaglejaxError, match=text):
+        load_draft(draft(tmp_path, change, config), target(), tree=chain(2))
+
+
+def test_methods_are_not_mixed_up(tmp_path):
+    """A56: EAGLE-1 weights asked to run as EAGLE-3 and the reverse."""
+    first, third = save(tmp_path / "1", make(1).tensors, FLAT1), draft(tmp_path)
+    for folder, right, wrong in ((first, "eagle1", "eagle3"), (third, "eagle3", "eagle1")):
+        with pytest.raises(ConfigError, match=f"cannot run as {wrong}"):
+            load_draft(folder, target(), method=wrong, tree=chain(2))
+        assert isinstance(load_draft(folder, target(), method=right, tree=chain(2)).proposer, Eagle)
+
+
+def test_drafts_of_other_targets_are_refused(tmp_path):
+    """A55: vocabulary, width and depth are compared before anything runs."""
+    folder = draft(tmp_path)
+    for change, text in (
+        ({"vocab_size": 41}, "vocabulary of 40"),
+        ({"hidden_size": 20}, "features of width 16"),
+        ({"num_layers": 5}, "too shallow"),
+    ):
+        with pytest.raises(MismatchError, match=text):
+            read_draft(folder).config.fit(dataclasses.replace(TARGET_CONFIG, **change))
+    named = read_draft(folder, aux=(0, 5, 7)).config.fit(TARGET_CONFIG)
+    assert named.aux == (0, 5, 7)
+    with pytest.raises(MismatchError, match="boundary 8"):
+        read_draft(folder, aux=(0, 5, 8)).config.fit(TARGET_CONFIG)
+    with pytest.raises(ConfigError, match="distinct"):
+        read_draft(folder, aux=(2, 2, 3))
+
+
+def test_layer_ids_follow_the_convention(tmp_path):
+    """A64, A66: block numbers get one added, boundaries do not; the guess is noted and can be overridden."""
+    for ids, convention, want in (
+        ([1, 2, 3], "auto", (2, 3, 4)),
+        ([2, 3, 4], "auto", (2, 3, 4)),
+        ([1, 2, 3], "boundary", (1, 2, 3)),
+        ([2, 3, 6], "block", (3, 4, 7)),
+    ):
+        folder = draft(tmp_path, config=FLAT | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}})
+        file = read_draft(folder, aux_convention=convention)
+        assert file.config.aux == want
+        assert any(str(list(want)) in note for note in file.notes)
+    spec = save(
+        tmp_path / "s",
+        MADE.tensors | maps(MADE),
+        speculators_config(eagle_aux_hidden_state_layer_ids=[1, 2, 3]),
+    )
+    assert read_draft(spec).config.aux == (1, 2, 3)
+    silent = read_draft(draft(tmp_path))
+    assert silent.config.aux == ()
+    assert silent.config.fit(TARGET_CONFIG).aux == (2, 3, 4)
+
+
+def test_other_counts_of_features(tmp_path):
+    """A65: two features, one joined norm; five features with a norm each; other widths than the target's
+    (A60)."""
+    two = make(aux=2)
+    joined = put(input_norm__weight=np.ones(2 * H, np.float32) * 2)
+    folder = draft(tmp_path, joined, FLAT | {"eagle_aux_hidden_state_layer_ids": [2, 7]}, two)
+    config = read_draft(folder).config.fit(TARGET_CONFIG)
+    assert (config.num_aux, config.aux, config.aux_norm, config.target_hidden_size) == (
+        2,
+        (2, 7),
+        "joined",
+        H,
+    )
+    five = make(aux=5)
+    norms = put(**{f"fc_norm__{i}__weight": np.ones(H, np.float32) for i in range(5)})
+    config = read_draft(draft(tmp_path, norms, None, five)).config
+    assert (config.num_aux, config.aux_norm) == (5, "each")
+    with pytest.raises(MismatchError, match="fuses 5 features"):
+        config.fit(TARGET_CONFIG)
+    wide = make(ht=32, head_dim=6)
+    own = put(embed_tokens__weight=np.ones((V, H), np.float32))
+    config = read_draft(draft(tmp_path, own, FLAT | {"target_hidden_size": 32}, wide)).config
+    assert (config.target_hidden_size, config.hidden_size, config.head_dim) == (32, H, 6)
+    with pytest.raises(ConfigError, match="cannot borrow"):
+        read_draft(draft(tmp_path, None, FLAT | {"target_hidden_size": 32}, wide))
+
+
+def test_norm_output_means_what_its_producer_means(tmp_path):
+    """One flag, two meanings (EAGLE-3.1): speculators feeds the normalised state back, SpecForge drops the
+    head's norm."""
+    flat, _, _ = logits(draft(tmp_path, config=FLAT | {"norm_output": True}))
+    plain, _, _ = logits(draft(tmp_path))
+    np.testing.assert_array_equal(flat, plain)
+    bare, config, file = logits(draft(tmp_path, config=FLAT | {"norm_output": False}))
+    assert not config.head_norm
+    assert file.unused == ("norm.weight",)
+    assert not np.allclose(bare[0], plain[0])
+    spec = save(tmp_path / "s", MADE.tensors | maps(MADE), speculators_config(norm_output=True))
+    fed, config, _ = logits(spec)
+    assert config.feed_normed
+    np.testing.assert_array_equal(fed[0], plain[0])
+    assert not np.allclose(fed[1], plain[1])
+
+
+def test_flags_of_speculators_reach_the_model(tmp_path):
+    """norm_before_residual, norm_before_fc, q/k norms, windows: each changes the logits (A63, A65, A82)."""
+    base, _, _ = logits(save(tmp_path / "0", MADE.tensors | maps(MADE), speculators_config()))
+    residual, config, _ = logits(
+        save(tmp_path / "1", MADE.tensors | maps(MADE), speculators_config(norm_before_residual=True))
+    )
+    assert config.norm_before_residual
+    assert not np.allclose(residual, base)
+    normed = MADE.tensors | maps(MADE) | {"input_norm.weight": np.linspace(0.5, 2, 3 * H).astype(np.float32)}
+    joined, _, _ = logits(save(tmp_path / "2", normed, speculators_config(norm_before_fc=True)))
+    assert not np.allclose(joined, base)
+    qk = {f"layers.0.self_attn.{x}_norm.weight": np.full(HD, 2.0, np.float32) for x in "qk"}
+    qwen = speculators_config()
+    qwen["transformer_layer_config"] |= {
+        "model_type": "qwen3",
+        "layer_types": ["sliding_attention"],
+        "sliding_window": 2,
+    }
+    got, config, _ = logits(save(tmp_path / "3", MADE.tensors | maps(MADE) | qk, qwen))
+    assert (config.qk_norm, config.windows) == (True, (2,))
+    assert not np.allclose(got, base)
+    # What a saved transformers config leaves out is its class's default (32 heads), not a guess of ours.
+    heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    layer = {k: v for k, v in qwen["transformer_layer_config"].items() if k not in heads}
+    with pytest.raises(CheckpointError, match="32 heads"):
+        read_draft(
+            save(tmp_path / "4", MADE.tensors | maps(MADE) | qk, qwen | {"transformer_layer_config": layer})
+        )
+
+
+def test_own_parts_are_used_and_missing_ones_borrowed(tmp_path):
+    """A57, A58: a shipped embedding and head win over the target's; without a head a full vocabulary
+    borrows."""
+    full = make(vd=V)
+    assert full.tensors["lm_head.weight"].shape == (V, H)
+    own, config, file = logits(draft(tmp_path, None, FLAT | {"draft_vocab_size": V}, full, with_maps=False))
+    assert (config.own_head, file.ids, config.reduced) == (True, None, False)
+    zeros = put(d2t=np.zeros(V, np.int64), t2d=np.ones(V, bool))
+    same, _, file = logits(draft(tmp_path, zeros, FLAT | {"draft_vocab_size": V}, full, with_maps=False))
+    assert file.ids is None
+    np.testing.assert_array_equal(own, same)
+    borrowed, config, file = logits(
+        draft(tmp_path, drop("lm_head.weight"), FLAT | {"draft_vocab_size": None}, full, with_maps=False)
+    )
+    assert not config.own_head
+    assert any("head" in note for note in file.notes)
+    assert not np.allclose(own, borrowed)
+    params = load_draft(tmp_path / "draft", target(), tree=chain(1)).params
+    assert params.head is target().params["head"]
+    assert params.embed is target().params["embed"]
+    embedded = put(embed_tokens__weight=np.ones((V, H), np.float32))
+    other, config, _ = logits(
+        draft(tmp_path, embedded, FLAT | {"draft_vocab_size": V}, full, with_maps=False)
+    )
+    assert config.own_embedding
+    assert not np.allclose(own, other)
+
+
+def test_a_tied_target_lends_its_embedding_as_head(tmp_path):
+    """The head of a tied target is its embedding, transposed on the fly, with the target's softcap (A70)."""
+    tied = random_target(dataclasses.replace(TARGET_CONFIG, tie_embeddings=True, final_softcap=3.0), seed=3)
+    folder = save(tmp_path / "1", make(1).tensors, FLAT1)
+    file = read_draft(folder)
+    config = file.config.fit(tied.config)
+    params = bind(config, read_weights(file, jnp.float32), tied)
+    state = jnp.asarray(np.random.default_rng(0).normal(size=(2, H)) * 9, jnp.float32)
+    got = eagle_model.logits(params, config, state)
+    want = 3.0 * np.tanh(np.asarray(state) @ np.asarray(tied.params["embed"]).T / 3.0)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_configs_that_lie_about_shapes_are_noted(tmp_path):
+    """Layer count, vocabulary and draft vocabulary come from the tensors (40 layers in a one-layer draft's
+    config)."""
+    lies = FLAT | {"num_hidden_layers": 40, "vocab_size": 50, "draft_vocab_size": 30}
+    file = read_draft(draft(tmp_path, config=lies))
+    assert (file.config.num_layers, file.config.vocab_size, file.config.draft_vocab_size) == (1, V, VD)
+    assert sum("config.json says" in note for note in file.notes) == 3
+    text = json.dumps(file.notes)
+    assert "10000" in text
