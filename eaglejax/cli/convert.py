@@ -1,0 +1,61 @@
+"""``eaglejax convert``: an EAGLE checkpoint in the form that another project loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import jax.numpy as jnp
+import tyro
+
+from eaglejax.checkpoint.eagle import draft_folder, draft_plan
+from eaglejax.checkpoint.eagle_read import AuxConvention, read_draft
+from eaglejax.checkpoint.eagle_write import FormName, tensors_of_file, write_draft
+from eaglejax.cli import show
+from eaglejax.models.target import load_target
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Write a draft checkpoint in another producer's form; its tensors keep their values and dtypes."""
+
+    draft: Annotated[str, tyro.conf.Positional]
+    """Folder or Hub id of the draft."""
+    to: FormName
+    """The form: safeailab (EaModel), sglang (SGLang, SpecForge), speculators (vLLM) or modelopt."""
+    output: Path
+    """New folder for config.json and model.safetensors."""
+    target: str | None = None
+    """The draft's target, for parts that it borrows or that the form leaves to the target."""
+    verifier: str | None = None
+    """Name of the target to record where the form has a place for it (default: what was recorded before)."""
+    aux_convention: AuxConvention = "auto"
+    """What layer ids in the draft's config count: hidden-state boundaries, or blocks (their output is
+    meant)."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else there."""
+
+    def run(self) -> int:
+        """The command."""
+        file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention)
+        draft_plan(file, jnp.float32)
+        target = None if self.target is None else load_target(self.target, dtype="float32")
+        notes = write_draft(
+            self.output,
+            file.config,
+            tensors_of_file(file),
+            file.ids,
+            to=self.to,
+            target=target,
+            source=file.raw,
+            verifier=self.verifier or self.target,
+        )
+        notes = [*file.notes, *notes]
+        if self.json:
+            show.print_json({"output": str(self.output), "form": self.to, "notes": notes})
+        else:
+            for note in notes:
+                show.print_note(note)
+            show.print_note(f"{self.output} now holds the draft in the {self.to} form")
+        return 0

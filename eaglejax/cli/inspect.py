@@ -1,0 +1,126 @@
+"""``eaglejax inspect``: what an EAGLE checkpoint was understood to be, and which target it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import rich.table
+import tyro
+
+from eaglejax.checkpoint.eagle import draft_folder, draft_plan
+from eaglejax.checkpoint.eagle_read import AuxConvention, DraftFile, read_draft
+from eaglejax.checkpoint.gguf import config_from_metadata
+from eaglejax.checkpoint.gguf_reader import GGUFFile
+from eaglejax.checkpoint.hf import read_config
+from eaglejax.checkpoint.sources import resolve
+from eaglejax.cli import show
+from eaglejax.errors import EaglejaxError
+from eaglejax.models.config import ModelConfig, from_hf
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect:
+    """Say what a draft checkpoint is: method, shapes, flags, vocabulary map, feature layers, what it
+    borrows."""
+
+    draft: Annotated[str, tyro.conf.Positional]
+    """Folder or Hub id of the draft."""
+    target: str | None = None
+    """Check the fit with this target (its configuration alone is read)."""
+    aux_convention: AuxConvention = "auto"
+    """What layer ids in the draft's config count: hidden-state boundaries, or blocks (their output is
+    meant)."""
+    aux: tuple[int, ...] | None = None
+    """Hidden-state boundaries to read instead of what the draft's config says (0 = embedding)."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else there."""
+
+    def run(self) -> int:
+        """The command. Exit status 1 when a target is named and the draft does not fit it."""
+        file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention, aux=self.aux)
+        draft_plan(file, jnp.float32)
+        report = describe(file, None if self.target is None else target_config(self.target))
+        if self.json:
+            show.print_json(report)
+        else:
+            _print(report)
+        return 0 if report["target"] is None or report["target"]["fits"] else 1
+
+
+def target_config(spec: str) -> ModelConfig:
+    """A target's configuration without its weights."""
+    source = resolve(spec)
+    raw = config_from_metadata(GGUFFile(source.path)) if source.kind == "gguf" else read_config(source.path)
+    return from_hf(raw)
+
+
+def describe(file: DraftFile, target: ModelConfig | None = None) -> dict[str, Any]:
+    """The object that ``inspect --json`` prints."""
+    config = file.config
+    parameters = sum(
+        int(jnp.prod(jnp.array(file.store.shape(n)))) for n in file.store.names() if n not in ("d2t", "t2d")
+    )
+    fits: dict[str, Any] | None = None
+    if target is not None:
+        try:
+            fits = {"fits": True, "why_not": None, "boundaries": list(config.fit(target).aux)}
+        except EaglejaxError as error:
+            fits = {"fits": False, "why_not": str(error), "boundaries": None}
+    own = {"embedding": config.own_embedding, "head": config.own_head}
+    return {
+        "path": str(file.path),
+        "method": f"eagle{config.version}",
+        "layout": file.layout,
+        "parameters": parameters,
+        "config": dataclasses.asdict(config),
+        "dtypes": sorted({file.store.dtype(n).name for n in file.store.names()}),
+        "vocabulary": {
+            "target": config.vocab_size,
+            "draft": config.draft_vocab_size,
+            "coverage": round(config.draft_vocab_size / config.vocab_size, 4),
+            "map": "identity" if file.ids is None else f"ids {int(file.ids[0])} to {int(file.ids[-1])}",
+        },
+        "boundaries": list(config.aux) or None,
+        "borrows": [part for part, owned in own.items() if not owned],
+        "unused_tensors": list(file.unused),
+        "notes": list(file.notes),
+        "target": fits,
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    config, vocabulary = report["config"], report["vocabulary"]
+    table = rich.table.Table(show_header=False, title=report["path"], title_justify="left")
+    table.add_row("method", f"{report['method']} ({report['layout']})")
+    table.add_row(
+        "shape",
+        f"{config['num_layers']} layer, H {config['hidden_size']}, target H {config['target_hidden_size']}, "
+        f"{config['num_heads']} heads / {config['num_kv_heads']} key-value heads of {config['head_dim']}, "
+        f"MLP {config['intermediate_size']}; {report['parameters'] / 1e6:.1f} M numbers in "
+        f"{', '.join(report['dtypes'])}",
+    )
+    flags = ("norm_before_residual", "head_norm", "feed_normed", "fc_bias", "qkv_bias", "o_bias", "qk_norm")
+    on = [name for name in flags if config[name]]
+    norm = [] if config["aux_norm"] == "none" else [f"features normalised: {config['aux_norm']}"]
+    table.add_row("flags", ", ".join(on + norm) or "none")
+    rope = config["rope"]
+    table.add_row("rotary", f"{rope['kind']}, theta {rope['theta']:g}")
+    table.add_row(
+        "vocabulary",
+        f"{vocabulary['draft']} of {vocabulary['target']} tokens ({vocabulary['coverage']:.1%}), "
+        f"{vocabulary['map']}",
+    )
+    if report["method"] == "eagle3":
+        named = report["boundaries"] or f"{config['num_aux']} of them, the target's usual ones"
+        table.add_row("boundaries", str(named))
+    table.add_row("borrows", ", ".join(report["borrows"]) or "nothing")
+    for note in report["notes"]:
+        table.add_row("note", note)
+    if report["target"] is not None:
+        fit = report["target"]
+        table.add_row(
+            "target", f"fits, boundaries {fit['boundaries']}" if fit["fits"] else f"NO: {fit['why_not']}"
+        )
+    show.stderr().print(table)
