@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
+from typing import Any
 
 from eaglejax.devices import compile_cache
 
@@ -162,7 +163,7 @@ def choose_dtype(*, inputs: int = 1024, outputs: int = 32768, rows: tuple[int, .
     return DtypeChoice(best, reason, times)
 
 
-def _product_ms(rows: int, inputs: int, outputs: int, dtype: object) -> float:
+def _product_ms(rows: int, inputs: int, outputs: int, dtype: Any) -> float:
     """Best of several runs, milliseconds, of the product that the model's layers use."""
     import jax
     import jax.numpy as jnp

@@ -6,6 +6,9 @@ import pytest
 from tiny_model import write_model
 
 import eaglejax as ej
+from eaglejax.cli.doctor import tiny_config
+from eaglejax.cli.methods import proposer_from
+from eaglejax.config import SpeculativeConfig
 
 STATS = {
     "num_drafts",
@@ -191,17 +194,26 @@ def test_methods_draft_and_leave_the_text_alone(answers, model, tmp_path, rows_f
     assert values["draft_model"]["stats"]["target_forwards"] > 3
 
 
-@pytest.mark.parametrize("key", ["num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"])
-def test_settings_of_a_speculative_config_reach_the_proposer(answers, key):
-    low = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    high = low | {key: {"num_speculative_tokens": 5, "prompt_lookup_max": 6, "prompt_lookup_min": 2}[key]}
-    prompt = "abXcbYabZcbXabYcabcb"
-    a, b = (
-        one(answers("--prompt", prompt, "--speculative-config", json.dumps(c), tokens=16))
-        for c in (low, high)
+def test_settings_of_a_speculative_config_reach_the_proposer(answers):
+    target = ej.random_target(tiny_config())
+    settings = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    for key, field in (
+        ("num_speculative_tokens", "length"),
+        ("prompt_lookup_max", "max_ngram"),
+        ("prompt_lookup_min", "min_ngram"),
+    ):
+        one_setting = SpeculativeConfig("ngram", **{key: settings[key]})
+        assert proposer_from(target, one_setting) == ej.NGram(**{field: settings[key]})
+    longer = SpeculativeConfig("prediction", num_speculative_tokens=9)
+    assert proposer_from(target, longer) == ej.Prediction(length=9)
+
+    short, long = (
+        one(answers("--prompt", "ababababab", "--speculative-config", c))
+        for c in ('{"method": "ngram", "num_speculative_tokens": 1}', '{"method": "ngram"}')
     )
-    assert a["token_ids"] == b["token_ids"]
-    assert drafting(a) != drafting(b)
+    assert short["token_ids"] == long["token_ids"]
+    assert short["stats"]["num_draft_tokens"] < long["stats"]["num_draft_tokens"]
+    assert len(short["stats"]["per_position_acceptance_rate"]) == 1
 
 
 def test_a_draft_with_another_tokenizer_is_refused(run, model, tmp_path):

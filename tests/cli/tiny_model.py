@@ -7,10 +7,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
-)
+TEMPLATE = "{% for m in messages %}{{ m.content }}|{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 HIDDEN, LAYERS, HEADS, HEAD_DIM, INNER = 32, 1, 4, 8, 48
 
 
