@@ -34,10 +34,15 @@ def observation(tokens: Any, start: Any, count: Any) -> Observation:
     )
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def propose(proposer: Any, params: Any, state: Any, root: jax.Array, lengths: jax.Array) -> tuple[Draft, Any]:
     """A proposal for greedy rows."""
-    rows = greedy_rows(root.shape[0])
+    return _propose(proposer, params, state, root, lengths, greedy_rows(root.shape[0]))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _propose(
+    proposer: Any, params: Any, state: Any, root: jax.Array, lengths: jax.Array, rows: RowSampling
+) -> tuple[Draft, Any]:
     return proposer.propose(params, state, root, lengths, rows, rows.keys)
 
 

@@ -34,6 +34,8 @@ CAPACITY = 64
 WIDTH = 16
 BATCH = 3
 GREEDY = Sampling(seed=0)
+SEED = 12
+"""Weights whose greedy texts do not fall into a loop: nine in ten of their token pairs are new."""
 NO_EOS = (1000, 1001)
 """Two ids that no text holds: the programs are compiled for two."""
 
@@ -62,8 +64,8 @@ def tiny_config(**changes: Any) -> ModelConfig:
     return dataclasses.replace(config, **changes)
 
 
-def lively(config: ModelConfig, seed: int, scale: float = 15.0) -> Any:
-    """Random weights large enough that the text varies and the law is far from uniform."""
+def lively(config: ModelConfig, seed: int, scale: float = 25.0) -> Any:
+    """Random weights large enough that the law is far from uniform."""
     params = decoder.init_params(config, jax.random.key(seed))
     return jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, params)
 
@@ -72,7 +74,7 @@ def lively(config: ModelConfig, seed: int, scale: float = 15.0) -> Any:
 def tiny_target() -> Target:
     """The target of all loop tests (f32, no tokenizer)."""
     config = tiny_config()
-    return Target(config=config, params=lively(config, 0), dtype=np.dtype("float32"), context=CONTEXT)
+    return Target(config=config, params=lively(config, SEED), dtype=np.dtype("float32"), context=CONTEXT)
 
 
 @functools.cache
@@ -182,7 +184,7 @@ class Case:
             edited = [edits[(row + batch * turn) % 4](r) for row, r in enumerate(rows)]
             return self.proposer.prepare(edited, batch)
         if self.kind == "model":
-            return lively(self.proposer.config, turn)  # seed 0: the target drafts for itself
+            return lively(self.proposer.config, SEED + turn)  # turn 0: the target drafts for itself
         return None
 
 

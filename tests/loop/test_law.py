@@ -24,7 +24,7 @@ from eaglejax.speculate import round
 
 V = 5
 TOKENS = 3
-TRIALS = 40_000
+TRIALS = 100_000
 PROMPT = (1, 4, 1, 4, 2, 1)
 CONFIG = tiny_config(vocab_size=V, hidden_size=8, num_heads=2, num_kv_heads=1, num_layers=1, sliding=(True,))
 DRAFT_CONFIG = tiny_config(
@@ -75,7 +75,7 @@ def exact_joint(how: Sampling) -> np.ndarray:
 
 
 def sample(proposer: Any, draft_params: Any, how: Sampling, method: str) -> tuple[np.ndarray, np.ndarray]:
-    """Answers [TRIALS, 3] and accepted drafts [TRIALS] of independent rows, each decoded as a batch of one."""
+    """Answers [TRIALS, 3] and accepted drafts [TRIALS] of rows that are each decoded as a batch of one."""
     program = round.Program(CONFIG, proposer, method)
     params = round.Params(weights(), draft_params)
     rows = sampling.rows([how], V, [PROMPT])
@@ -105,7 +105,7 @@ def sample(proposer: Any, draft_params: Any, how: Sampling, method: str) -> tupl
         (_, answer), accepted = jax.lax.scan(step, (state, answer), None, length=TOKENS - 1)
         return answer[:TOKENS], accepted.sum()
 
-    run = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=TRIALS // 4))
+    run = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=10_000))
     keys = jax.random.split(jax.random.key(11, impl="threefry2x32"), TRIALS)
     answers, accepted = run(keys)
     return np.asarray(answers), np.asarray(accepted)
@@ -122,14 +122,29 @@ PROPOSERS: dict[str, tuple[Any, Any]] = {
     "draft_model": (DraftModel(DRAFT_CONFIG, length=2, vocab_size=V), "model"),
 }
 RUNS = [
-    *((name, "plain", "token") for name in PROPOSERS),
+    ("ngram", "plain", "token"),
     ("without_replacement", "filtered", "token"),
+    ("with_replacement", "plain", "token"),
+    ("reduced", "plain", "token"),
     ("draft_model", "penalised", "token"),
     ("draft_model", "filtered", "block"),
 ]
+SLOW_RUNS = [
+    ("ar", "plain", "token"),
+    ("ar", "filtered", "token"),
+    ("ngram", "penalised", "token"),
+    ("ngram", "plain", "block"),
+    ("chain", "plain", "token"),
+    ("chain", "plain", "block"),
+    ("without_replacement", "plain", "token"),
+    ("without_replacement", "penalised", "token"),
+    ("draft_model", "plain", "token"),
+]
 
 
-@pytest.mark.parametrize(("name", "how", "method"), RUNS)
+@pytest.mark.parametrize(
+    ("name", "how", "method"), [*RUNS, *(pytest.param(*r, marks=pytest.mark.slow) for r in SLOW_RUNS)]
+)
 def test_joint_law(name: str, how: str, method: str) -> None:
     proposer, draft_params = PROPOSERS[name]
     if draft_params == "model":

@@ -121,7 +121,7 @@ def test_a_model_that_drafts_for_itself_is_always_accepted() -> None:
     case, target, texts = CASES["draft_model"], tiny_target(), greedy_texts(prompts())
     program = round.Program(target.config, case.proposer)
     params = round.Params(target.params, case.params(texts, turn=0))
-    state, records, ran = round.jit_run_rounds(
+    _, records, ran = round.jit_run_rounds(
         program, params, start(program, params), jax.device_put(np.int32(4)), most=4
     )
     assert int(ran) == 4

@@ -1,0 +1,77 @@
+"""Costs that must not creep in: recompilation, hidden transfers, copies of the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+from loop_tools import (
+    BATCH,
+    CASES,
+    CONTEXT,
+    GREEDY,
+    NO_EOS,
+    WIDTH,
+    decode,
+    greedy_texts,
+    prompts,
+    tiny_target,
+)
+from test_state import start
+
+from eaglejax.speculate import round
+from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
+
+
+def test_one_program_for_every_acceptance_length_and_text() -> None:
+    case, texts = CASES["mixed"], greedy_texts(prompts())
+    decode(case.proposer, case.params(texts), prompts())
+    programs = [round.jit_init_state, round.jit_prefill_chunk, round.jit_run_rounds]
+    before = [p._cache_size() for p in programs]
+    rounds = 0
+    for turn in range(3):
+        for eos in ((texts[0][9], 1000), (1000, 1001)):
+            for limit in (3, CONTEXT):
+                results = decode(
+                    case.proposer,
+                    case.params(texts, turn=turn),
+                    prompts(),
+                    eos=eos,
+                    limits=[CONTEXT, limit, 1],
+                )
+                rounds += sum(r.stats.target_forwards for r in results)
+    assert rounds >= 50
+    assert [p._cache_size() for p in programs] == before
+
+
+def test_rounds_touch_the_host_only_where_they_say_so() -> None:
+    case = CASES["draft_model"]
+    run = BatchDecoder(
+        dataclasses.replace(tiny_target(), eos_ids=NO_EOS),
+        case.proposer,
+        case.params(greedy_texts(prompts()), turn=1),
+        [Request(p, GREEDY, CONTEXT) for p in prompts()],
+        options=DecodeOptions(rounds_a_chunk=4, prefill_width=WIDTH),
+    )
+    pieces = iter(run)
+    next(pieces)  # the prompt's forward places settings and prompts on the device
+    with jax.transfer_guard("disallow"):
+        rest = list(pieces)
+    assert len(rest) > BATCH
+    assert sum(len(r.token_ids) for r in run.results()) == BATCH * CONTEXT - sum(map(len, prompts()))
+
+
+def test_the_caches_are_donated() -> None:
+    case, target = CASES["draft_model"], tiny_target()
+    program = round.Program(target.config, case.proposer)
+    params = round.Params(target.params, case.params(greedy_texts(prompts()), turn=1))
+    state = start(program, params)
+    old = [*state.cache.k, *state.cache.v, *state.proposer.cache.k]
+    places = {x.unsafe_buffer_pointer() for x in old}
+    state, _, _ = round.jit_run_rounds(program, params, state, jax.device_put(np.int32(2)), most=4)
+    assert all(x.is_deleted() for x in old)
+    # Rewritten in place rather than into new memory.
+    new = [*state.cache.k, *state.cache.v, *state.proposer.cache.k]
+    assert {x.unsafe_buffer_pointer() for x in new} == places
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))

@@ -1,0 +1,194 @@
+"""Where answers end, what is kept of the block that goes further, and what the books say about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from loop_tools import (
+    BATCH,
+    CASES,
+    CONTEXT,
+    GREEDY,
+    NO_EOS,
+    VOCAB,
+    WIDTH,
+    decode,
+    full_forward,
+    greedy_texts,
+    pad,
+    prompts,
+    tiny_target,
+)
+
+from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Generation, Piece, Request
+
+WORDS = [
+    *(bytes([97 + i]) for i in range(22)),
+    b" the",
+    b" of",
+    b"ing",
+    b"ab",
+    b"\n",
+    b".",
+    b"!!",
+    b" ",
+    b"ba",
+    b"(x)",
+]
+SHARDS = [
+    *WORDS[:18],
+    b" the",
+    b"\n",
+    b"ab",
+    *(bytes([b]) for b in "\u00e9\u6f22\U0001f642".encode()),
+    b"!",
+    b"?",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceTokenizer:
+    """Tokens are byte strings; in SHARDS some are parts of a character, which need not come out whole."""
+
+    pieces: tuple[bytes, ...]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self.pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+
+def with_text(pieces: list[bytes], eos: tuple[int, ...] = NO_EOS) -> Any:
+    assert len(pieces) == VOCAB
+    return dataclasses.replace(tiny_target(), tokenizer=PieceTokenizer(tuple(pieces)), eos_ids=eos)
+
+
+def answers() -> list[list[int]]:
+    """What greedy decoding writes after each prompt, up to the context's end."""
+    return [list(text[len(p) :]) for text, p in zip(greedy_texts(prompts()), prompts(), strict=True)]
+
+
+def stop_oracle(answer: list[int], stops: Sequence[str]) -> tuple[str, list[int], str]:
+    """Token by token, looking at the whole text each time: text, tokens and reason."""
+    text_of = PieceTokenizer(tuple(WORDS)).decode
+    for n in range(1, len(answer) + 1):
+        text = text_of(answer[:n])
+        found = [text.find(s) for s in stops if s in text]
+        if found:
+            kept = text[: min(found)]
+            needed = next(m for m in range(n + 1) if len(text_of(answer[:m])) >= len(kept))
+            return kept, answer[:needed], "stop"
+    return text_of(answer), answer, "length"
+
+
+def accept_all(name: str) -> tuple[Any, Any]:
+    """A scripted proposer that is right throughout."""
+    proposer = CASES[name].proposer
+    texts = [pad([t])[0].tolist() for t in greedy_texts(prompts())]
+    return proposer, proposer.script(texts, [proposer.depth] * 12)
+
+
+@pytest.mark.parametrize("name", ["ar", "chain_5"])
+def test_stop_strings_end_the_text_where_plain_decoding_would(name: str) -> None:
+    proposer, params = (CASES["ar"].proposer, None) if name == "ar" else accept_all(name)
+    texts = [PieceTokenizer(tuple(WORDS)).decode(a) for a in answers()]
+    reasons = set()
+    for begin in range(0, 14):
+        for size in (1, 2, 4):
+            stop = (texts[begin % BATCH][begin : begin + size], "never in any text")
+            results = decode(proposer, params, prompts(), target=with_text(WORDS), stop=stop)
+            for result, answer in zip(results, answers(), strict=True):
+                text, tokens, reason = stop_oracle(answer, stop)
+                assert (result.text, result.token_ids, result.finish_reason) == (text, tokens, reason), stop
+                assert result.stats.num_tokens == len(tokens)
+                assert result.stats.round_tokens == max(len(tokens) - 1, 0)
+                assert result.stats.num_accepted_tokens <= result.stats.round_tokens
+                reasons.add(reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_the_books_end_with_the_text() -> None:
+    """Five drafts a round, all right; the third token of the second round ends the text."""
+    proposer, params = accept_all("chain_5")
+    answer = answers()[0]
+    place = next(n for n in range(7, len(answer)) if answer[n] not in answer[:n])
+    # The prompt's forward gives token 0, each round six more.
+    rounds, within = divmod(place - 1, 6)
+    result = decode(proposer, params, prompts()[:1], eos=(answer[place], NO_EOS[0]))[0]
+    assert result.token_ids == answer[: place + 1]
+    stats = result.stats
+    assert (stats.num_tokens, stats.round_tokens, stats.target_forwards) == (place + 1, place, rounds + 1)
+    assert stats.num_accepted_tokens == 5 * rounds + min(within + 1, 5)
+    assert stats.num_draft_tokens == 5 * (rounds + 1)
+    assert stats.accepted_at == tuple(rounds + (i <= within) for i in range(5))
+    assert stats.mean_acceptance_length == place / (rounds + 1)
+
+
+def test_acceptance_of_a_known_script() -> None:
+    """Accepts 3, 0, 1, 2 by turns: every rate can be worked out on paper."""
+    proposer = CASES["chain_3"].proposer
+    texts = [pad([t])[0].tolist() for t in greedy_texts(prompts())]
+    params = proposer.script(texts, [3, 0, 1, 2] * 3)
+    # Twelve rounds emit three times 4 + 1 + 2 + 3 tokens, after the one of the prompt's forward.
+    stats = decode(proposer, params, prompts()[:1], limits=1 + 30)[0].stats
+    assert (stats.target_forwards, stats.round_tokens, stats.num_tokens) == (12, 30, 31)
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (12, 36, 18)
+    assert stats.mean_acceptance_length == 30 / 12
+    assert stats.per_position_acceptance_rate == [9 / 12, 6 / 12, 3 / 12]
+    assert stats.n_alpha == [9 / 12, 6 / 9, 3 / 6]
+
+
+def test_a_drafter_that_always_says_end_of_text() -> None:
+    proposer = CASES["chain_5"].proposer
+    target, answer = tiny_target(), answers()
+    eos = next(t for t in range(VOCAB) if all(t not in a[:15] for a in answer))
+    params = proposer.script([[eos] * CONTEXT] * BATCH, [5] * 12)
+    results = decode(proposer, params, prompts(), target=target, eos=(eos, NO_EOS[0]))
+    for result, whole in zip(results, answer, strict=True):
+        ended = whole[: whole.index(eos) + 1] if eos in whole else whole
+        assert len(result.token_ids) > 14
+        assert result.token_ids == ended
+
+
+@pytest.mark.parametrize("name", ["draft_model", "mixed"])
+def test_log_probabilities_are_the_targets_for_every_token(name: str) -> None:
+    case, target, texts = CASES[name], tiny_target(), greedy_texts(prompts())
+    logits = np.asarray(full_forward(target.params, target.config, pad(texts))[0], np.float64)
+    whole = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    accepted = others = 0
+    for turn in (0, 1):
+        results = decode(case.proposer, case.params(texts, turn=turn), prompts(), logprobs=True)
+        for row, (result, prompt) in enumerate(zip(results, prompts(), strict=True)):
+            at = np.arange(len(prompt), CONTEXT)
+            wanted = whole[row, at - 1, np.asarray(texts[row])[at]]
+            assert len(result.logprobs) == len(result.token_ids)
+            np.testing.assert_allclose(result.logprobs, wanted, atol=1e-4)
+            accepted += result.stats.num_accepted_tokens
+            others += result.stats.round_tokens - result.stats.num_accepted_tokens
+    assert accepted > 20
+    assert others > 20
+
+
+@pytest.mark.parametrize("stop", [(), ("!",)])
+def test_pieces_join_to_the_text_although_characters_are_cut(stop: tuple[str, ...]) -> None:
+    proposer, params = accept_all("chain_5")
+    run = BatchDecoder(
+        with_text(SHARDS),
+        proposer,
+        params,
+        [Request(p, GREEDY, CONTEXT, stop) for p in prompts()],
+        options=DecodeOptions(rounds_a_chunk=4, prefill_width=WIDTH),
+    )
+    pieces: list[Piece] = list(run)
+    results: list[Generation] = run.results()
+    assert len({p.row for p in pieces}) == BATCH
+    assert len(pieces) > BATCH
+    for row, result in enumerate(results):
+        assert "".join(p.text for p in pieces if p.row == row) == result.text
+        handed_out = [t for p in pieces if p.row == row for t in p.token_ids]
+        assert handed_out[: len(result.token_ids)] == result.token_ids
+        if not stop:
+            assert result.text == PieceTokenizer(tuple(SHARDS)).decode(result.token_ids)
+            assert handed_out == result.token_ids
