@@ -78,12 +78,15 @@ def _attend_xla(
     seen = seen[:, None, None]
     scores = jnp.where(seen, scores, MASKED)
     top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    # The barrier keeps XLA from computing the exponentials twice, for the sum and for the product. Both read
+    # the same rounded weights, so that these sum to one.
+    weights = jnp.where(seen, jnp.exp(scores - top), 0.0).astype(v.dtype)
+    weights = jax.lax.optimization_barrier(weights)
+    total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
     # Zero times a stale NaN is NaN: what lies behind the written slots must not reach the product.
     written = jnp.arange(capacity)[None, :] < (lengths + visible.shape[2])[:, None]
     v = jnp.where(written[:, None, :, None], v, jnp.zeros((), v.dtype))
-    flat = weights.reshape(b, hkv, group * n, capacity).astype(v.dtype)
+    flat = weights.reshape(b, hkv, group * n, capacity)
     out = jnp.einsum("bhrs,bhsd->bhrd", flat, v, preferred_element_type=jnp.float32)
     out = out.reshape(b, hkv, group, n, d) / jnp.maximum(total, 1e-30)
     return out.transpose(0, 3, 1, 2, 4).reshape(b, n, hq, d).astype(q.dtype)

@@ -83,7 +83,7 @@ def test_large_scores_stay_finite():
 
 @pytest.mark.parametrize("cached", [0, 3, 11])
 def test_a_window_of_w_shows_w_positions_self_included(cached):
-    """Query at position i sees exactly min(i + 1, W) keys, wherever the cache ends and the new tokens begin."""
+    """Query at position i sees exactly min(i + 1, W) keys, wherever the cache ends and new tokens begin."""
     window, total = 5, 16
     n = total - cached
     lengths = jnp.array([cached])

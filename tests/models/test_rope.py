@@ -47,7 +47,7 @@ KINDS = {
 
 
 def hf_rotated(settings, x: np.ndarray) -> np.ndarray:
-    """transformers' rotation of x [N, heads, d] at positions 0..N-1, its frequencies updated for that length."""
+    """transformers' rotation of x [N, heads, d] at positions 0..N-1, as updated for that length."""
     config = tf.LlamaConfig(**BASE, rope_parameters={"rope_theta": 500.0, **settings})
     q = torch.asarray(x)[None].transpose(1, 2)
     cos, sin = modeling_llama.LlamaRotaryEmbedding(config)(q, torch.arange(x.shape[0])[None])
