@@ -10,5 +10,5 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """Every test converts and downloads into a folder of its own; slow tests of real models opt out."""
+    """Every test converts and downloads into a folder of its own."""
     monkeypatch.setenv("EAGLEJAX_CACHE", str(tmp_path / "cache"))
