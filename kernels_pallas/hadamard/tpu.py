@@ -11,7 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.hadamard.reference import stages
 
-_BLOCK_BYTES = 1 << 20  # of float32 a block; in, out and two temporaries fit v4's 16 MiB
+_BLOCK_BYTES = 1 << 19  # of float32 a block, beside the stages' matrices in v4's 16 MiB
+_LANES = 128
 _MAX_MAJOR = 1024
 
 
@@ -43,7 +44,7 @@ def hadamard_tpu(x: jax.Array, *, transpose: bool, interpret: Any) -> jax.Array:
     size = x.shape[-1]
     major, minor = (jnp.asarray(m, jnp.bfloat16) for m in stages(size, transpose))
     y = x.reshape(-1, major.shape[0], minor.shape[0])
-    rows = max(1, min(y.shape[0], 32, _BLOCK_BYTES // (4 * size)))
+    rows = max(1, min(y.shape[0], 16, _BLOCK_BYTES // (4 * y.shape[1] * max(y.shape[2], _LANES))))
     block = pl.BlockSpec((rows, *y.shape[1:]), lambda i: (i, 0, 0))
     whole = [pl.BlockSpec(m.shape, lambda i: (0, 0)) for m in (major, minor)]
     out = pl.pallas_call(
@@ -53,6 +54,9 @@ def hadamard_tpu(x: jax.Array, *, transpose: bool, interpret: Any) -> jax.Array:
         out_specs=block,
         out_shape=jax.ShapeDtypeStruct(y.shape, x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * y.size * (y.shape[1] + y.shape[2]), transcendentals=0, bytes_accessed=2 * y.nbytes
+        ),
         interpret=interpret,
         name="hadamard",
     )(y, major, minor)

@@ -42,7 +42,7 @@ def refusal(x: jax.Array, w: jax.Array, w_scale: jax.Array, packed: bool) -> str
 
 
 def has_int8_products() -> bool:
-    """Whether the TPU at hand (or being compiled for) multiplies int8; off a TPU, where kernels are interpreted, yes."""
+    """Whether the TPU at hand or compiled for multiplies int8; without one (interpreted), yes."""
     return not pltpu.is_tpu_device() or pltpu.get_tpu_info().is_matmul_supported(jnp.int8, jnp.int8)
 
 
@@ -134,6 +134,14 @@ def quant_matmul_tpu(
             pltpu.VMEM((block_m, block_n), jnp.int32 if integer and not grouped else jnp.float32)
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * n * k,
+            transcendentals=0,
+            bytes_accessed=x.nbytes * pl.cdiv(n, block_n)
+            + w.nbytes * pl.cdiv(m, block_m)
+            + w_scale.nbytes
+            + m * n * out_dtype.itemsize,
+        ),
         interpret=interpret,
         name="quant_matmul",
     )(*operands)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.dispatch import Implementation, Interpret, choose, resolve_interpret
 from kernels_pallas.errors import require
-from kernels_pallas.tree_attention import tpu
+from kernels_pallas.tree_attention import gpu, tpu
 from kernels_pallas.tree_attention.masks import apply_window, node_positions, pack_ancestors, unpack_ancestors
 from kernels_pallas.tree_attention.reference import tree_attention_reference
 
@@ -91,7 +91,10 @@ def tree_attention(
     out_dtype = jnp.dtype(q.dtype if out_dtype is None else out_dtype)
     scale = q.shape[3] ** -0.5 if scale is None else scale
 
-    chosen = choose(_OP, implementation, {"xla": None, "tpu": tpu.refusal(q, k, block_tables, block_kv)})
+    refusals = {"xla": None} | {
+        name: module.refusal(q, k, block_tables, block_kv) for name, module in (("tpu", tpu), ("gpu", gpu))
+    }
+    chosen = choose(_OP, implementation, refusals)
     interpret = resolve_interpret(_OP, chosen, interpret)
     arguments = (q, k, v, words, lengths - offset, floor - offset[:, None])
     options = {
@@ -104,6 +107,10 @@ def tree_attention(
     }
     if chosen == "xla":
         return tree_attention_reference(*arguments, **options)
+    if chosen == "gpu":
+        del options["out_dtype"]
+        out, lse = merge(*gpu.tree_attention_gpu(*arguments, **options, interpret=interpret))
+        return out.astype(out_dtype), lse
     return tpu.tree_attention_tpu(
         *arguments, **options, windowed=window is not None, block_kv=block_kv, interpret=interpret
     )

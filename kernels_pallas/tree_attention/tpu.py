@@ -255,6 +255,18 @@ def tree_attention_tpu(
             jax.ShapeDtypeStruct((batch, kv_heads, padded, 1), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        # For a full cache: how much of it is in use is not known before the call.
+        cost_estimate=pl.CostEstimate(
+            flops=4 * batch * kv_heads * padded * slots * dim,
+            transcendentals=batch * kv_heads * padded * slots,
+            bytes_accessed=2
+            * batch
+            * kv_heads
+            * slots
+            * (dim * k.dtype.itemsize + (4 if k_scale is not None else 0))
+            + packed.nbytes
+            + packed.size * out_dtype.itemsize,
+        ),
         interpret=interpret,
         name="tree_attention",
     )(lengths, first, live, tables, *operands)

@@ -112,7 +112,15 @@ class _Layout:
             ),
         }
 
-    def call(self, kernel, name, q_major, operands, in_specs, out_specs, out_shape, scratch):
+    def cost(self, products: int) -> pl.CostEstimate:
+        """Of one document a row: the causal half of `products` matrix products, and keys read once a query block."""
+        pairs = self.batch * self.heads * self.padded * self.padded // 2
+        reads = self.q_blocks * self.batch * self.kv_heads * self.padded * self.dim * self.dtype.itemsize
+        return pl.CostEstimate(
+            flops=2 * products * pairs * self.dim, transcendentals=pairs, bytes_accessed=reads
+        )
+
+    def call(self, kernel, name, products, q_major, operands, in_specs, out_specs, out_shape, scratch):
         specs = self.specs(q_major)
         outer, inner = (self.q_blocks, self.kv_blocks) if q_major else (self.kv_blocks, self.q_blocks)
         return pl.pallas_call(
@@ -128,6 +136,7 @@ class _Layout:
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
             ),
+            cost_estimate=self.cost(products),
             interpret=self.tiling.interpret,
             name=name,
         )(*self.scalars, *operands)
@@ -258,6 +267,7 @@ def forward(
     out, lse = layout.call(
         _forward_kernel,
         "ttt_attention_forward",
+        2,
         True,
         (
             layout.pack_rows(q),
@@ -307,6 +317,7 @@ def backward(
     (grad_q,) = layout.call(
         _query_gradient_kernel,
         "ttt_attention_query_gradient",
+        3,
         True,
         operands,
         in_specs,
@@ -317,6 +328,7 @@ def backward(
     grad_k, grad_v = layout.call(
         _key_gradient_kernel,
         "ttt_attention_key_gradient",
+        4,
         False,
         operands,
         in_specs,

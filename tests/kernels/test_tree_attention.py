@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from kernel_checks import TPU_TOPOLOGIES, compile_for_tpu, lower_for, shapes_of
 from tree_cases import ancestor_matrix, close, make_case, naive, random_parents
 
 from kernels_pallas import KernelError
 from kernels_pallas.tree_attention import merge, pack_ancestors, tree_attention, unpack_ancestors
+from kernels_pallas.tree_attention.gpu import has_simulator
 
 CASES = {
     "plain": {"lengths": [0, 131, 255]},
@@ -149,6 +151,73 @@ def test_a_node_that_sees_nothing_gives_zeros_and_minus_infinity(implementation)
     for out, lse in (empty, merged):
         assert not out.any()
         assert (lse == -jnp.inf).all()
+
+
+GPU_CASES = {
+    "plain": {"lengths": [0, 131, 255]},
+    "window and softcap": {"lengths": [3, 200], "window": 20, "softcap": 2.0},
+    "int8, window": {"lengths": [150, 60], "cache_dtype": jnp.int8, "window": 90},
+    "fp8": {"lengths": [70], "cache_dtype": jnp.float8_e4m3fn},
+    "paged": {"lengths": [90, 0], "page": 64, "slots": 192},
+    "two words, head size 128": {"lengths": [120], "nodes": 40, "group": 1, "dim": 128},
+    "head size 256, two tiles": {"lengths": [60], "nodes": 12, "kv_heads": 1, "dim": 256, "slots": 128},
+    "split four ways": {"lengths": [1000, 70], "kv_heads": 1, "slots": 1024},
+}
+
+
+@pytest.mark.skipif(not has_simulator(), reason="this jax does not simulate Mosaic GPU kernels (0.12 does)")
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_simulated_gpu_kernel_equals_loops(name):
+    case = make_case(**({"dtype": jnp.bfloat16, "slots": 320} | GPU_CASES[name]))
+    simulator = plgpu.InterpretGPUParams(detect_races=True)
+    out, lse = run(case, implementation="gpu", interpret=simulator)
+    want_out, want_lse = naive(case)
+    close(out, want_out, 2e-2)
+    close(lse, want_lse, 5e-3)
+
+
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_lowers_for_gpu(name):
+    case = make_case(**({"dtype": jnp.bfloat16, "slots": 320} | GPU_CASES[name]))
+    arrays, statics = split(case.options)
+    lowered = lower_for(
+        "cuda",
+        lambda args, arrays: tree_attention(
+            *args, **arrays, **statics, implementation="gpu", interpret=False
+        ),
+        shapes_of(case.args),
+        shapes_of(arrays),
+    )
+    assert "mosaic_gpu" in lowered
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"dtype": jnp.float32}, "takes bfloat16 and float16 queries"),
+        ({"dim": 80}, "multiple of 64"),
+        ({"page": 32}, "pages of a multiple of 64"),
+        ({"slots": 300}, "caches of a multiple of 64"),
+        ({"cache_dtype": jnp.float32}, "query's dtype or of 8 bits"),
+    ],
+)
+def test_gpu_kernel_refuses_by_name(shapes, message):
+    case = make_case(lengths=[20], **({"dtype": jnp.bfloat16, "slots": 320} | shapes))
+    with pytest.raises(KernelError, match=message):
+        tree_attention(*case.args, **case.options, implementation="gpu", interpret=False)
+
+
+def test_gpu_kernel_has_one_block_size():
+    case = make_case(lengths=[20], dtype=jnp.bfloat16, slots=320)
+    with pytest.raises(KernelError, match="handles 64 slots"):
+        run(case, implementation="gpu", interpret=False, block_kv=128)
+
+
+@pytest.mark.skipif(has_simulator(), reason="this jax simulates Mosaic GPU kernels")
+def test_interpreting_the_gpu_kernel_is_refused_where_jax_cannot():
+    case = make_case(lengths=[20], dtype=jnp.bfloat16, slots=320)
+    with pytest.raises(KernelError, match=r"interpreted by jax 0\.12 or later"):
+        run(case, implementation="gpu")
 
 
 def check_random_case(seed, nodes, kv_heads, group, dim, lengths, kind, window, softcap):
