@@ -69,7 +69,9 @@ class Train:
             values = dataclasses.asdict(result)
             show.print_json({**values, "draft": None if result.draft is None else str(result.draft)})
         else:
-            end = "interrupted; the same command goes on" if result.interrupted else f"draft in {result.draft}"
+            end = (
+                "interrupted; the same command goes on" if result.interrupted else f"draft in {result.draft}"
+            )
             show.print_note(f"{result.updates} updates, best tau {result.score}; {end}")
         return 1 if result.interrupted else 0
 

@@ -119,7 +119,11 @@ def decontaminate(
 
 
 def mix(
-    sources: Mapping[str, Sequence[Sample]], weights: Mapping[str, float], *, seed: int, total: int | None = None
+    sources: Mapping[str, Sequence[Sample]],
+    weights: Mapping[str, float],
+    *,
+    seed: int,
+    total: int | None = None,
 ) -> list[Sample]:
     """Samples of several sources in proportion to ``weights``, shuffled.
 

@@ -99,4 +99,3 @@ def decoded_summary(stats: Stats) -> dict[str, Any]:
         "position_acceptance": stats.per_position_acceptance_rate,
         "tokens": stats.num_tokens,
     }
-

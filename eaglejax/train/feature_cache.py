@@ -52,12 +52,16 @@ class FeatureCache:
         tokens stored beside them are others."""
         entry = self._index.get(sample.key)
         if entry is None:
-            raise CheckpointError(f"{self.folder} holds no features of {sample.name}; run `eaglejax features`")
+            raise CheckpointError(
+                f"{self.folder} holds no features of {sample.name}; run `eaglejax features`"
+            )
         shard, start, length = entry
         file = self._shards[shard]
         rows = {name: file.array(name)[start : start + length] for name in file.names()}
         if not np.array_equal(rows.pop("tokens"), sample.ids):
-            raise CheckpointError(f"{self.folder / shard} is damaged: its tokens are not those of {sample.name}")
+            raise CheckpointError(
+                f"{self.folder / shard} is damaged: its tokens are not those of {sample.name}"
+            )
         return rows
 
 

@@ -37,9 +37,7 @@ class TargetFeatures:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "aux"))
-def target_features(
-    params: Any, config: ModelConfig, batch: Batch, aux: tuple[int, ...]
-) -> TargetFeatures:
+def target_features(params: Any, config: ModelConfig, batch: Batch, aux: tuple[int, ...]) -> TargetFeatures:
     """One forward of the target over packed rows; documents do not see each other, padding sees itself."""
     b, t = batch.tokens.shape
     documents, index = batch.documents, jnp.arange(t)

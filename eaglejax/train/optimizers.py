@@ -18,7 +18,9 @@ def schedule(settings: OptimizerSettings, updates: int) -> optax.Schedule:
         after = optax.cosine_decay_schedule(peak, rest, settings.final)
     # The first update already moves: warm-up starts one step above zero.
     first = peak / (settings.warmup + 1)
-    return optax.join_schedules([optax.linear_schedule(first, peak, settings.warmup), after], [settings.warmup])
+    return optax.join_schedules(
+        [optax.linear_schedule(first, peak, settings.warmup), after], [settings.warmup]
+    )
 
 
 def optimizer(settings: OptimizerSettings, updates: int) -> optax.GradientTransformation:

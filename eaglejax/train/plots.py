@@ -61,9 +61,7 @@ def _panel(points: list[tuple[int, Any]], title: str, x: int, y: int, width: int
     )
     if not points:
         return frame
-    curves = list(
-        zip(*(v if isinstance(v, list) else [v] for _, v in points), strict=True)
-    )
+    curves = list(zip(*(v if isinstance(v, list) else [v] for _, v in points), strict=True))
     values = [v for curve in curves for v in curve]
     low, high = min(values), max(values)
     span = (high - low) or 1.0

@@ -142,9 +142,7 @@ def prepare_draft(settings: TrainSettings, target: Target, data: Data) -> Draft:
     return _draft(config, weights, settings, target, vocab)
 
 
-def fit_data(
-    target: Target, aux: tuple[int, ...], samples: Sequence[Sample], capacity: int
-) -> warm.FitData:
+def fit_data(target: Target, aux: tuple[int, ...], samples: Sequence[Sample], capacity: int) -> warm.FitData:
     """Rows of training text for the closed-form start, at most about ``FIT_TOKENS``.
 
     The state between the last block's attention and its MLP is what the block puts out when its MLP is zeroed.
@@ -221,7 +219,9 @@ def _draft(
         else:
             frozen = frozen.replace(head=(theirs if own is None else own).astype(dtype))
     if "embed" in weights:
-        raise ConfigError("a draft with an embedding of its own is not trained; start from one that borrows it")
+        raise ConfigError(
+            "a draft with an embedding of its own is not trained; start from one that borrows it"
+        )
     head = Head(
         theirs.astype(target.dtype),
         None if ids is None else jnp.asarray(ids),

@@ -97,7 +97,9 @@ class RunCheckpoints:
         """
         update = self.latest if update is None else update
         if update is None or not self.path(update).is_dir():
-            raise CheckpointError(f"{self.folder} holds no checkpoint{'' if update is None else f' {update}'}")
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint{'' if update is None else f' {update}'}"
+            )
         document = read_json(self.path(update) / "run.json")
         found, wanted = document["binds"], json.loads(json.dumps(self.binds))
         wrong = [

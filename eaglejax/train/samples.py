@@ -120,7 +120,9 @@ def read_samples(
     return samples, report
 
 
-def samples_of_row(row: Mapping[str, Any], tokenizer: Tokenizer, *, name: str, vocab_size: int) -> list[Sample]:
+def samples_of_row(
+    row: Mapping[str, Any], tokenizer: Tokenizer, *, name: str, vocab_size: int
+) -> list[Sample]:
     """The samples of one row: one, or one an assistant turn where the template rewrites history."""
     if "id" in row:
         name = f"{name} ({row['id']})"
@@ -156,9 +158,7 @@ def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
             raise RequestError(f"{name}: message {n} is no object")
         role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
         if role not in ROLES:
-            raise RequestError(
-                f"{name}: message {n} has role {role!r}; known are {', '.join(sorted(ROLES))}"
-            )
+            raise RequestError(f"{name}: message {n} has role {role!r}; known are {', '.join(sorted(ROLES))}")
         if not isinstance(content, str):
             raise RequestError(f"{name}: the content of message {n} is no text")
         extra = {k: v for k, v in entry.items() if k in ("reasoning_content", "tool_calls", "name")}

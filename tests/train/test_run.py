@@ -13,6 +13,7 @@ from eaglejax.api import generate
 from eaglejax.checkpoint.eagle import load_draft
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import EaglejaxError, MismatchError
+from eaglejax.train.objectives import Objective
 from eaglejax.train.prepare import prepare_data, prepare_draft
 from eaglejax.train.run_checkpoints import RunCheckpoints
 from eaglejax.train.settings import (
@@ -25,7 +26,6 @@ from eaglejax.train.settings import (
     load_settings,
     to_toml,
 )
-from eaglejax.train.objectives import Objective
 from eaglejax.train.trainer import Trainer
 
 
@@ -118,10 +118,15 @@ def test_a_killed_run_goes_on_bit_for_bit(prepared, whole, target, tmp_path):
         from eaglejax.train.state import init_state
 
         like = init_state(draft.weights, trainer._transform)
-        states.append(RunCheckpoints(trainer.out.__class__(out) / "checkpoints", trainer._binds(), 2).restore(like, 7))
+        states.append(
+            RunCheckpoints(trainer.out.__class__(out) / "checkpoints", trainer._binds(), 2).restore(like, 7)
+        )
     assert leaves_equal(states[0].state, states[1].state)
     rates = {row["update"]: row["learning_rate"] for row in read_log(other.out) if "learning_rate" in row}
-    assert rates[6] == {r["update"]: r["learning_rate"] for r in read_log(settings.out) if "learning_rate" in r}[6]
+    assert (
+        rates[6]
+        == {r["update"]: r["learning_rate"] for r in read_log(settings.out) if "learning_rate" in r}[6]
+    )
 
 
 def test_checkpoints_of_another_run_are_refused_by_name(prepared, whole, target):
@@ -141,7 +146,9 @@ def test_resolved_settings_read_back_equal(whole, tmp_path):
     assert changed.objective.loss == "kl"
 
 
-def test_a_document_with_nan_features_is_left_out_and_a_hopeless_run_stops(prepared, target, tmp_path, monkeypatch):
+def test_a_document_with_nan_features_is_left_out_and_a_hopeless_run_stops(
+    prepared, target, tmp_path, monkeypatch
+):
     from eaglejax.train import trainer as module
 
     settings, data, draft = prepared
@@ -164,7 +171,11 @@ def test_a_document_with_nan_features_is_left_out_and_a_hopeless_run_stops(prepa
     assert last["skipped_updates"] == 0
     assert np.isfinite(last["train/objective"])
 
-    nan = real(target, module.shard_batch(next(Trainer(quick, target, data, draft)._stream()), module.data_mesh()), (1, 2, 4))
+    nan = real(
+        target,
+        module.shard_batch(next(Trainer(quick, target, data, draft)._stream()), module.data_mesh()),
+        (1, 2, 4),
+    )
     nan = nan.replace(hidden=np.full(nan.hidden.shape, np.nan, np.float32))
     monkeypatch.setattr(module, "with_features", lambda t, b, a: nan)
     hopeless = dataclasses.replace(

@@ -1,0 +1,249 @@
+"""Answers of the target to a file of prompts: training text that a draft can learn to guess.
+
+Every line of the output is one answer with its exact token ids. Its ``key`` is a hash of the prompt's ids and of all
+settings that shape the answer; the row's seed comes from that key. So a run that was killed and started again answers
+what is missing and writes what it would have written anyway, in whatever order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eaglejax.api import encode_prompt, generate
+from eaglejax.drafts.base import Bound, Proposer
+from eaglejax.errors import ConfigError, RequestError
+from eaglejax.models.target import Target
+from eaglejax.sampling import Sampling
+from eaglejax.train.features import fingerprint
+from eaglejax.train.samples import read_messages
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One row: the conversation up to its first question, and the user turns that are asked one after the other,
+    each on top of the target's own earlier answers."""
+
+    id: str
+    opening: tuple[Mapping[str, Any], ...]
+    turns: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RegenerateOptions:
+    """``temperature``, ``top_p``, ``top_k``: of the answers (0: greedy). ``max_new_tokens``: of one answer;
+    ``max_prompt_tokens``: longer prompts are left out. ``turns``: most questions asked of one row.
+    ``batch_size``: rows decoded together. ``seed``: another one gives other samples."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 400
+    max_prompt_tokens: int = 1024
+    turns: int = 1
+    batch_size: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_prompt_tokens", "turns", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+
+@dataclasses.dataclass
+class Counts:
+    """Answers that were there before, written now, left out, and failed."""
+
+    known: int = 0
+    written: int = 0
+    too_long: int = 0
+    failed: int = 0
+
+
+def read_prompt_rows(path: str | Path) -> Iterator[Prompt | str]:
+    """Rows of a JSON Lines file: ``turns``, ``prompt``, ``messages`` or ``conversations`` (whose user turns are
+    asked again; answers in them are not used). A bad row comes as the text of its error."""
+    try:
+        file = Path(path).open(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    with file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield _prompt(json.loads(line), f"{path}, line {number}", number)
+                except (json.JSONDecodeError, RequestError) as error:
+                    yield f"{path}, line {number}: {error}"
+
+
+def _prompt(row: Any, where: str, number: int) -> Prompt:
+    if not isinstance(row, dict):
+        raise RequestError("a row is a JSON object")
+    name = str(row.get("id", number))
+    messages = row.get("messages", row.get("conversations"))
+    opening: list[Mapping[str, Any]] = []
+    if messages is not None:
+        known = read_messages(messages, where)
+        opening = [m for m in known if m["role"] == "system"][:1]
+        turns = [m["content"] for m in known if m["role"] == "user"]
+    else:
+        turns = [row["prompt"]] if "prompt" in row else row.get("turns", [])
+    turns = row.get("turns", turns)
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
+        raise RequestError("a row needs turns, prompt, messages or conversations with at least one question")
+    return Prompt(name, tuple(opening), tuple(turns))
+
+
+def regenerate(
+    target: Target,
+    rows: Iterator[Prompt | str],
+    out: str | Path,
+    options: RegenerateOptions,
+    *,
+    proposer: Proposer | Bound | None = None,
+    limit: int | None = None,
+    advance: Callable[[int, int], None] = lambda answers, tokens: None,
+) -> Counts:
+    """Answer ``rows`` (the first ``limit``) and append to ``out``; rows that fail go to ``<out>.errors.jsonl``.
+
+    ``proposer`` only makes it faster. ``advance`` is told answers and tokens as they are written.
+    """
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    known = read_answers(out)
+    model, counts = fingerprint(target), Counts()
+    errors = out.with_name(out.name + ".errors.jsonl")
+    with out.open("a", encoding="utf-8") as file, errors.open("a", encoding="utf-8") as bad:
+        group: list[Prompt] = []
+        taken = 0
+        for row in rows:
+            if limit is not None and taken == limit:
+                break
+            taken += 1
+            if isinstance(row, str):
+                counts.failed += 1
+                _append(bad, {"error": row})
+                continue
+            group.append(row)
+            if len(group) == options.batch_size:
+                _answer(target, group, options, model, known, counts, file, bad, proposer, advance)
+                group = []
+        if group:
+            _answer(target, group, options, model, known, counts, file, bad, proposer, advance)
+    if errors.stat().st_size == 0:
+        errors.unlink()
+    return counts
+
+
+def read_answers(path: Path) -> dict[str, dict[str, Any]]:
+    """Answers already in a file, by key. A last line that a kill cut off is removed from the file."""
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    found = {}
+    for number, line in enumerate(whole.decode("utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            found[row["key"]] = row
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}, line {number} is no answer of `regenerate`; name another file"
+            ) from error
+    return found
+
+
+def _answer(
+    target: Target,
+    group: Sequence[Prompt],
+    options: RegenerateOptions,
+    model: str,
+    known: dict[str, dict[str, Any]],
+    counts: Counts,
+    file: Any,
+    bad: Any,
+    proposer: Proposer | Bound | None,
+    advance: Callable[[int, int], None],
+) -> None:
+    """Answer one batch of rows, question by question."""
+    talks = [list(p.opening) for p in group]
+    alive = list(range(len(group)))
+    for turn in range(options.turns):
+        asked: list[tuple[int, tuple[int, ...], str]] = []
+        for n in alive:
+            if turn >= len(group[n].turns):
+                continue
+            talks[n].append({"role": "user", "content": group[n].turns[turn]})
+            try:
+                ids = encode_prompt(target, talks[n])
+            except RequestError as error:
+                counts.failed += 1
+                _append(bad, {"id": group[n].id, "turn": turn, "error": str(error)})
+                continue
+            if len(ids) > options.max_prompt_tokens:
+                counts.too_long += 1
+                continue
+            asked.append((n, ids, _key(ids, options, model)))
+        todo = [(n, ids, key) for n, ids, key in asked if key not in known]
+        counts.known += len(asked) - len(todo)
+        if todo:
+            results = generate(
+                target,
+                [list(ids) for _, ids, _ in todo],
+                proposer=proposer,
+                sampling=[_sampling(options, key) for _, _, key in todo],
+                max_new_tokens=options.max_new_tokens,
+                batch_size=len(todo),
+                on_error="return",
+            )
+            for (n, ids, key), result in zip(todo, results, strict=True):
+                if result.error is not None:
+                    counts.failed += 1
+                    _append(bad, {"id": group[n].id, "turn": turn, "error": result.error})
+                    continue
+                known[key] = row = {
+                    "id": group[n].id,
+                    "turn": turn,
+                    "key": key,
+                    "model": model,
+                    "temperature": options.temperature,
+                    "finish_reason": result.finish_reason,
+                    "prompt_ids": list(ids),
+                    "completion_ids": result.token_ids,
+                    "text": result.text,
+                }
+                _append(file, row)
+                counts.written += 1
+                advance(1, len(result.token_ids))
+        alive = [n for n, _, key in asked if key in known and known[key]["finish_reason"] == "stop"]
+        for n, _, key in asked:
+            if n in alive:
+                talks[n].append({"role": "assistant", "content": known[key]["text"]})
+
+
+def _key(ids: Sequence[int], options: RegenerateOptions, model: str) -> str:
+    settings = [options.temperature, options.top_p, options.top_k, options.max_new_tokens, options.seed]
+    text = json.dumps([model, settings, list(ids)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _sampling(options: RegenerateOptions, key: str) -> Sampling:
+    return Sampling(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        seed=int(key[:8], 16) & 0x7FFFFFFF,
+    )
+
+
+def _append(file: Any, row: Mapping[str, Any]) -> None:
+    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.flush()
