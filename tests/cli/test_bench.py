@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny_model import write_model
+from tiny_model import PRINTABLE, write_model
 
 import eaglejax as ej
 from eaglejax.cli import demo, near_ties, timing
@@ -36,7 +36,11 @@ def bench(run, model, rows_file):
 
 
 def test_the_object_of_a_session(bench):
-    rows = [{"id": "a", "turns": ["aaaa", "abab"]}, {"id": "b", "prompt": "aaaa", "guess": "aab"}, "{broken"]
+    rows = [
+        {"id": "a", "turns": [PRINTABLE, "x"]},
+        {"id": "b", "prompt": PRINTABLE, "guess": "aab"},
+        "{broken",
+    ]
     argv = ["--methods", "ngram,prediction", "--prediction-field", "guess"]
     report, status = bench(*argv, rows=rows, tokens=4)
     assert status == 1

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny_model import write_model
+from tiny_model import PRINTABLE, write_model
 
 import eaglejax as ej
 from eaglejax.cli.doctor import tiny_config
@@ -208,7 +208,7 @@ def test_settings_of_a_speculative_config_reach_the_proposer(answers):
     assert proposer_from(target, longer) == ej.Prediction(length=9)
 
     short, long = (
-        one(answers("--prompt", "ababababab", "--speculative-config", c))
+        one(answers("--prompt", PRINTABLE, "--speculative-config", c))
         for c in ('{"method": "ngram", "num_speculative_tokens": 1}', '{"method": "ngram"}')
     )
     assert short["token_ids"] == long["token_ids"]

@@ -8,6 +8,8 @@ from safetensors.numpy import save_file
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = "{% for m in messages %}{{ m.content }}|{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+# A third of the vocabulary, once each: whatever the model writes, lookup soon finds a token of it here.
+PRINTABLE = "".join(map(chr, range(33, 127)))
 HIDDEN, LAYERS, HEADS, HEAD_DIM, INNER = 32, 1, 4, 8, 48
 
 
