@@ -7,11 +7,13 @@ attends to the prefix alone, and lengths of 0 attend to the tree alone, so that 
 tree, or the shards of a cache split over devices.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.dispatch import Implementation, Interpret, choose, resolve_interpret
-from kernels_pallas.errors import require
+from kernels_pallas.errors import KernelError, require
 from kernels_pallas.tree_attention import gpu, tpu
 from kernels_pallas.tree_attention.masks import apply_window, node_positions, pack_ancestors, unpack_ancestors
 from kernels_pallas.tree_attention.reference import tree_attention_reference
@@ -82,7 +84,8 @@ def tree_attention(
     nodes = q.shape[1]
     lengths = lengths.astype(jnp.int32)
     if window is not None and positions is None:
-        require(ancestors is not None, _OP, "a window over the prefix alone needs positions [B, N]")
+        if ancestors is None:
+            raise KernelError(f"{_OP}: a window over the prefix alone needs positions [B, N]")
         positions = node_positions(ancestors, lengths)
     if positions is None:
         positions = jnp.zeros((q.shape[0], nodes), jnp.int32)
@@ -97,7 +100,7 @@ def tree_attention(
     chosen = choose(_OP, implementation, refusals)
     interpret = resolve_interpret(_OP, chosen, interpret)
     arguments = (q, k, v, words, lengths - offset, floor - offset[:, None])
-    options = {
+    options: dict[str, Any] = {
         "k_scale": k_scale,
         "v_scale": v_scale,
         "block_tables": block_tables,

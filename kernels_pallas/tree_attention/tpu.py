@@ -145,7 +145,7 @@ def _kernel(
         lse_ref[0, 0] = jnp.where(empty, -jnp.inf, peak_ref[:, :1] + jnp.log(jnp.where(empty, 1.0, total)))
 
 
-def _tree_visible(mask_ref, node: jax.Array, shape: tuple[int, int], nodes: int) -> jax.Array:
+def _tree_visible(mask_ref, node: jax.Array, shape: tuple[int, ...], nodes: int) -> jax.Array:
     """bool `shape`: the ancestor bit of node number `node` [1, block] in each query row's words."""
     bits = jnp.zeros(shape, jnp.int32)
     for word in range(-(-nodes // 32)):

@@ -113,7 +113,7 @@ class _Layout:
         }
 
     def cost(self, products: int) -> pl.CostEstimate:
-        """Of one document a row: the causal half of `products` matrix products, and keys read once a query block."""
+        """For one document a row: half of `products` matrix products, keys read once a query block."""
         pairs = self.batch * self.heads * self.padded * self.padded // 2
         reads = self.q_blocks * self.batch * self.kv_heads * self.padded * self.dim * self.dtype.itemsize
         return pl.CostEstimate(

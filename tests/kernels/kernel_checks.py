@@ -39,6 +39,18 @@ def compile_for_tpu(generation: str, function: Callable, *shapes: Any):
         return jax.jit(function).lower(*placed).compile()
 
 
+def compile_for_tpus(generation: str, axes: dict[str, int], make_function: Callable, shapes: Any, specs: Any):
+    """Compile over a mesh of chips: `make_function(mesh)` is jitted on `shapes` laid out by `specs`."""
+    count = int(np.prod(list(axes.values())))
+    mesh = Mesh(np.array(tpu_topology(generation).devices[:count]).reshape(tuple(axes.values())), tuple(axes))
+    placed = jax.tree.map(
+        lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec)),
+        shapes,
+        specs,
+    )
+    return jax.jit(make_function(mesh)).lower(*placed).compile()
+
+
 def abstract_tpu(generation: str) -> AbstractMesh:
     # Some lowering rules ask which TPU they lower for; without this they ask the CPU.
     device = AbstractDevice(device_kind=TPU_TOPOLOGIES[generation][1], num_cores=1, platform="tpu")
