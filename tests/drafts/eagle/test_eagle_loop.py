@@ -98,7 +98,7 @@ def test_the_targets_own_layer_as_eagle1_draft_is_accepted_whole():
     tree = from_choices([[1], [0, 1], *([0] * n for n in range(1, depth + 1))])
     for r in decode(target, Eagle(draft, tree), params, prompts, tokens=25):
         assert r.stats.mean_acceptance_length == depth + 1
-        assert len({*r.token_ids}) > 3, "a constant text would prove little"
+        assert len({*r.token_ids}) >= 3, "a constant text would prove little"
 
 
 def test_a_perfect_eagle3_draft_is_accepted_whole_sampled_too():
