@@ -190,7 +190,7 @@ def rows(
 def _bias_table(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:
     table = np.zeros((len(samplings), vocab_size), np.float32)
     for row, sampling in enumerate(samplings):
-        for token, value in sampling.logit_bias or ():
+        for token, value in dict(sampling.logit_bias or ()).items():
             if token >= vocab_size:
                 raise ConfigError(f"logit_bias names token {token}; the vocabulary ends at {vocab_size - 1}")
             table[row, token] = value
