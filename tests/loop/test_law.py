@@ -17,7 +17,7 @@ from eaglejax import sampling
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.draft_model import DraftModel
 from eaglejax.drafts.ngram import NGram
-from eaglejax.drafts.scripted import ScriptedLaw
+from eaglejax.drafts.scripted import Scripted, ScriptedLaw
 from eaglejax.drafts.tree import chain, from_choices
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import round
@@ -112,12 +112,14 @@ def sample(proposer: Any, draft_params: Any, how: Sampling, method: str) -> tupl
 
 
 TABLE = np.log([[0.5, 0.2, 0.1, 0.1, 0.1], [0.05, 0.05, 0.3, 0.3, 0.3], [0.2, 0.2, 0.2, 0.2, 0.2]])
+GUESSED = Scripted(TREE, V)
 PROPOSERS: dict[str, tuple[Any, Any]] = {
     "ar": (Autoregressive(), None),
     "ngram": (NGram(length=2, max_ngram=2), None),
     "without_replacement": (ScriptedLaw(TREE), jnp.asarray(TABLE, jnp.float32)),
     "with_replacement": (ScriptedLaw(TREE, replacement=True), jnp.asarray(TABLE, jnp.float32)),
     "reduced": (ScriptedLaw(TREE, ids=(0, 2, 3)), jnp.asarray(TABLE[:, :3], jnp.float32)),
+    "guessed_tree": (GUESSED, GUESSED.script([[0, 1, 2, 3, 4] * 4], [2, 1, 0], "alternate")),
     "chain": (ScriptedLaw(chain(2)), jnp.asarray(TABLE, jnp.float32)),
     "draft_model": (DraftModel(DRAFT_CONFIG, length=2, vocab_size=V), "model"),
 }
@@ -125,6 +127,7 @@ RUNS = [
     ("ngram", "plain", "token"),
     ("without_replacement", "filtered", "token"),
     ("with_replacement", "plain", "token"),
+    ("guessed_tree", "plain", "token"),
     ("reduced", "plain", "token"),
     ("draft_model", "penalised", "token"),
     ("draft_model", "filtered", "block"),

@@ -117,6 +117,31 @@ def test_a_script_is_followed_to_the_letter(name: str, turn: int) -> None:
         assert np.asarray(records.drafted)[0].tolist() == drafted
 
 
+@pytest.mark.parametrize("name", ["chain_3", "draft_model", "mixed"])
+def test_a_row_that_ends_inside_a_block_keeps_the_state_of_its_text(name: str) -> None:
+    """Every draft is right, row 0 ends in the middle of its second round, and the others go on without it."""
+    case, target, texts = CASES[name], tiny_target(), greedy_texts(prompts())
+    program = round.Program(target.config, case.proposer)
+    draft = case.params(texts, turn=0)
+    if name != "draft_model":
+        draft = case.proposer.script(pad(texts).tolist(), [case.proposer.depth])
+    params = round.Params(target.params, draft)
+    size = len(prompts()[0]) + 1 + (case.proposer.depth + 1) + 1
+    state = start(program, params)
+    state = state.replace(budget=state.budget.at[0].set(size - len(prompts()[0])))
+    reference = full_forward(target.params, target.config, pad(texts))[1]
+    for _ in range(4):
+        state, _, _ = round.jit_run_rounds(program, params, state, jax.device_put(np.int32(1)), most=4)
+    assert np.asarray(state.done).tolist() == [True, False, False]
+    lengths = np.asarray(state.cache.lengths)
+    assert lengths[0] == size - 1
+    assert (lengths[1:] > [len(p) + 4 for p in prompts()[1:]]).all()
+    assert int(state.root[0]) == texts[0][size - 1]
+    assert_cache_is(state.cache, lengths, reference)
+    if name == "draft_model":
+        assert np.asarray(state.proposer.cache.lengths).tolist() == lengths.tolist()
+
+
 def test_a_model_that_drafts_for_itself_is_always_accepted() -> None:
     case, target, texts = CASES["draft_model"], tiny_target(), greedy_texts(prompts())
     program = round.Program(target.config, case.proposer)
