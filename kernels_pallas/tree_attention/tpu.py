@@ -227,6 +227,11 @@ def tree_attention_tpu(
         in_specs += [pl.BlockSpec((1, 1, 1, block), scale_map)] * 2
         operands += [k_scale[:, :, None], v_scale[:, :, None]]
 
+    if interpret is False:
+        # Or else XLA may copy a whole cache to VMEM before the call, its unused part included (seen for
+        # TPU7x).
+        operands[2:] = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands[2:]]
+
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel,

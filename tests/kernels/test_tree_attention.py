@@ -320,6 +320,16 @@ def test_compiles_for_tpu(generation):
     assert analysis.temp_size_in_bytes < cache_bytes / 4
 
 
+def test_no_copy_of_a_cache_that_fits_vmem_is_made_before_the_kernel():
+    text = compile_serving("v7x", {"batch": 1}).as_text()
+    cache = "bf16[1,8,8192,128]"
+    assert cache in text
+    copies = [
+        line for line in text.splitlines() if cache in line and (" copy(" in line or " copy-start(" in line)
+    ]
+    assert not copies
+
+
 def test_compiles_over_four_chips_by_heads_and_by_cache_slots():
     shapes, _ = serving_shapes()
     q, kv = P(None, None, "heads"), P(None, "heads", "slots")
