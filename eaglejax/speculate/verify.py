@@ -190,7 +190,7 @@ def _one_hot(processed: jax.Array, draft: Draft, laws: Cut, luck: jax.Array) -> 
 @pytree.dataclass
 class _Trial:
     """Where recursive rejection stands: the ``node`` [B] reached, the residual ``left`` [B, Vd] on the
-    draft's vocabulary, its mass ``outside`` [B] it, and ``q`` [B, Vd], the next child's law up to a factor."""
+    draft's vocabulary, its mass ``outside`` [B] it, and the next child's law ``q`` [B, Vd], unnormalised."""
 
     node: jax.Array
     left: jax.Array
