@@ -39,7 +39,7 @@ def _is_single(prompts: Any) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], (Mapping, int))
 
 
-def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
+def encode_prompt(target: Target, prompt: Any) -> tuple[int, ...]:
     """Token ids of a text (with the model's own leading tokens), of messages (through the target's chat
     template, ready for the answer), or of ids (as they are). Raises RequestError for anything else."""
     if isinstance(prompt, str):

@@ -1,7 +1,7 @@
 """Dataclass pytrees, and tables of arrays from which shapes, shardings and random weights are derived.
 
-A module describes its weights once, as a nested dict (or a dataclass) whose leaves are ``ArrayInfo``. Abstract
-values, shardings and initial values all come from that table, so that they cannot drift apart.
+A module describes its weights once, as a nested dict (or a dataclass) whose leaves are ``ArrayInfo``.
+Abstract values, shardings and initial values all come from that table, so that they cannot drift apart.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax.struct import dataclass as dataclass  # re-exported: a frozen dataclass registered as a pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-dataclass = flax.struct.dataclass
-"""Decorator: a frozen dataclass registered as a pytree."""
 
 
 def static(**kwargs: Any) -> Any:
@@ -48,7 +46,7 @@ def constant(value: float) -> Initializer:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """One array of a module: its shape, dtype, logical axis names (one a dimension, or None) and initialiser."""
+    """One array of a module: shape, dtype, logical axis names (one a dimension, or None), initialiser."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -78,7 +76,7 @@ def initialize(table: Any, key: jax.Array) -> Any:
 
 
 def shardings(table: Any, mesh: Mesh, rules: dict[str, str | tuple[str, ...] | None]) -> Any:
-    """The table as ``NamedSharding`` leaves; ``rules`` maps a logical axis to mesh axes (absent: replicated)."""
+    """The table as ``NamedSharding`` leaves; ``rules``: logical axis -> mesh axes (absent: replicated)."""
 
     def of(info: ArrayInfo) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*(rules.get(a) if a else None for a in info.axes)))

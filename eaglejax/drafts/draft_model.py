@@ -132,7 +132,7 @@ class DraftModel:
         last = tokens[:, self.length :]
         _, cache = self._forward(params, cache, last, lengths[:, None] + self.length, alone)
         draft = chain_draft(self.tree, root, tokens[:, 1:], count, Proposal(q=q))
-        return draft, DraftModelState(cache.replace(lengths=state.cache.lengths), ahead=True)
+        return draft, DraftModelState(dataclasses.replace(cache, lengths=state.cache.lengths), ahead=True)
 
     def _forward(
         self, params: Any, cache: KVCache, tokens: jax.Array, positions: jax.Array, visible: jax.Array

@@ -158,7 +158,7 @@ class Eagle:
             draft, cache = self._dynamic(params, state, root)
         else:
             draft, cache = self._static(params, state, root, rows, keys)
-        return draft, state.replace(cache=cache)
+        return draft, dataclasses.replace(state, cache=cache)
 
     def _target_ids(self, params: EagleParams, tokens: jax.Array) -> jax.Array:
         return tokens if params.ids is None else jnp.take(params.ids, tokens)
@@ -222,7 +222,9 @@ class Eagle:
         assert isinstance(tree, StaticTree)
         batch, n = root.shape[0], tree.nodes
         if self.temperature is not None:
-            rows = rows.replace(temperature=jnp.where(rows.temperature > 0, self.temperature, 0.0))
+            rows = dataclasses.replace(
+                rows, temperature=jnp.where(rows.temperature > 0, self.temperature, 0.0)
+            )
         sampled = self.sample and rows.sampled
         grower = _Grower(self, params, state)
         tokens = [root] * n

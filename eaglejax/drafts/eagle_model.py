@@ -19,6 +19,7 @@ feature (without ``fuse``) and what ``logits`` reads.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -269,4 +270,4 @@ def step(
         )
 
     state = backbone(params, config, feature, tokens, positions, attention)
-    return state, cache.replace(k=tuple(keys), v=tuple(values))
+    return state, dataclasses.replace(cache, k=tuple(keys), v=tuple(values))

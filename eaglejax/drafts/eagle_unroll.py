@@ -78,7 +78,8 @@ def unroll(
     x_1 .. x_T, the token after each. Pass k of row t reads token x_{t+1+k} and predicts x_{t+2+k}; rows t >=
     T - k have no such token: they run on token 0 and the caller masks them. ``positions`` [B, T] of x_0 ..
     (default 0, 1, ...); ``documents`` [B, T] int: rows of different documents do not see each other (a row
-    whose shifted token belongs to the next document is the caller's to mask). ``through_time`` False cuts the gradient between passes (HASS).
+    whose shifted token belongs to the next document is the caller's to mask). ``through_time`` False cuts the
+    gradient between passes (HASS).
     """
     batch, length = tokens.shape
     if positions is None:

@@ -133,7 +133,7 @@ class Prediction:
     def observe(self, params: Predictions, state: PredictionState, seen: Observation) -> PredictionState:
         """Write the committed tokens at their positions."""
         del params
-        return state.replace(history=remember(state.history, seen))
+        return dataclasses.replace(state, history=remember(state.history, seen))
 
     def propose(
         self,
@@ -173,7 +173,7 @@ class Prediction:
         count = jnp.where(from_prediction, jnp.clip(params.count - start, 0, self.length), own_count)
         tokens = jnp.where(from_prediction[:, None], take_from(params.tokens, start, self.length), own)
 
-        state = state.replace(
-            shift=jnp.where(agreed > 0, end - lengths, shift), started=jnp.ones_like(state.started)
+        state = dataclasses.replace(
+            state, shift=jnp.where(agreed > 0, end - lengths, shift), started=jnp.ones_like(state.started)
         )
         return chain_draft(self.tree, root, tokens, count, Proposal()), state

@@ -13,6 +13,7 @@ Every matrix is [in, out]. Layers are unrolled in Python: on CPU a scan over sta
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -168,7 +169,7 @@ def forward(
     return Forward(
         hidden=hidden,
         aux=jnp.stack([taps[i] for i in aux], axis=2) if aux else None,
-        cache=cache.replace(k=tuple(keys), v=tuple(values)),
+        cache=dataclasses.replace(cache, k=tuple(keys), v=tuple(values)),
     )
 
 

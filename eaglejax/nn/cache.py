@@ -7,6 +7,7 @@ keeps a prefix of them and ``commit`` keeps one path of a tree. What lies behind
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def write(cached: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
 
 def advance(cache: KVCache, count: jax.Array) -> KVCache:
     """Commit the first ``count[b]`` of the tokens written last."""
-    return cache.replace(lengths=cache.lengths + count)
+    return dataclasses.replace(cache, lengths=cache.lengths + count)
 
 
 def commit(cache: KVCache, path: jax.Array, accepted: jax.Array, *, chain: bool = False) -> KVCache:

@@ -299,7 +299,7 @@ class BatchDecoder:
         for b, row in enumerate(self._rows):
             halt[b] |= row.stopped
         self._finished = bool(halt.all())
-        return state if (halt == done).all() else state.replace(done=jax.device_put(halt))
+        return state if (halt == done).all() else dataclasses.replace(state, done=jax.device_put(halt))
 
     def _book(self, record: round.Record, done: np.ndarray, *, first: bool) -> None:
         now = time.perf_counter() - self._start
@@ -315,9 +315,8 @@ class BatchDecoder:
             count = int(record.count[b])
             if not count:
                 continue
-            taken = row.take(
-                record.tokens[b, :count], None if record.logprobs is None else record.logprobs[b, :count]
-            )
+            logprobs = None if record.logprobs is None else np.asarray(record.logprobs)[b, :count].tolist()
+            taken = row.take(np.asarray(record.tokens)[b, :count].tolist(), logprobs)
             row.seconds = now
             if first:
                 row.first_tokens, row.first_seconds = taken, now

@@ -180,7 +180,8 @@ def prefill_chunk(
         finite=finite,
         logprobs=_token_logprobs(logits, first[:, None]) if program.logprobs else None,
     )
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         cache=advance(out.cache, count),
         proposer=program.proposer.observe(params.draft, state.proposer, seen),
         rows=sampling.count_tokens(state.rows, first[:, None], kept),
@@ -204,7 +205,7 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
     # metric.
     left = jnp.where(state.done, 0, state.budget - state.emitted)
     root_only = jnp.arange(proposer.nodes) == 0
-    draft = draft.replace(valid=draft.valid & (draft.depth <= left[:, None]) | root_only)
+    draft = dataclasses.replace(draft, valid=draft.valid & (draft.depth <= left[:, None]) | root_only)
 
     seen_by = ancestors(draft.parent, draft.valid, draft.max_depth)
     positions = lengths[:, None] + draft.depth
@@ -221,9 +222,7 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
     tokens = jnp.where(steps < accepted[:, None], jnp.roll(on_path, -1, axis=1), verdict.next_token[:, None])
     kept, ended = _keep(state, tokens, accepted + 1)
 
-    def at_path(x: jax.Array | None) -> jax.Array | None:
-        if x is None:
-            return None
+    def at_path(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
 
     seen = Observation(
@@ -231,7 +230,7 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
         following=tokens,
         start=lengths,
         count=kept,
-        aux=at_path(out.aux),
+        aux=None if out.aux is None else at_path(out.aux),
         hidden=at_path(out.hidden) if proposer.needs.hidden else None,
     )
     finite = (jnp.isfinite(logits.max(-1)) | ~draft.valid).all(1) | state.done
@@ -245,7 +244,8 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
         logprobs=_token_logprobs(at_path(logits), tokens) if program.logprobs else None,
     )
     newest = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         # Rows keep as many cached tokens as they emitted, so that the cache is the committed text but its
         # last token even where an end cuts the path; a row that was done moves by none.
         cache=commit(out.cache, path, kept - 1, chain=proposer.chain),
