@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.eagle_names import IGNORABLE, rules
+from eaglejax.checkpoint.eagle_names import BIN, IGNORABLE, rules
 from eaglejax.checkpoint.eagle_read import AuxConvention, DraftFile, read_draft
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.checkpoint.tables import Assignment, materialize, plan, unflatten
@@ -21,8 +21,6 @@ from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import EagleParams, Weights, param_table
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models.target import Target, weight_dtype
-
-_BIN = "pytorch_model.bin"
 
 
 def draft_folder(spec: str | os.PathLike[str]) -> Path:
@@ -42,10 +40,10 @@ def draft_folder(spec: str | os.PathLike[str]) -> Path:
 
         repo, _, revision = source.spec.partition("@")
         try:
-            huggingface_hub.hf_hub_download(repo, _BIN, revision=revision or None)
+            huggingface_hub.hf_hub_download(repo, BIN, revision=revision or None)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{spec} holds no safetensors weights and its {_BIN} cannot be fetched"
+                f"{spec} holds no safetensors weights and its {BIN} cannot be fetched"
             ) from error
     return source.path
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.hf import INDEX, open_weights
 from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Rule
+from eaglejax.checkpoint.torch_bin import TorchBinFile
 from eaglejax.errors import CheckpointError
 
 _WRAPPERS = re.compile(r"^(?:(?:model|module|draft_model|draft|eagle_module|eagle|language_model)\.)+")
@@ -115,3 +119,29 @@ class PlainStore:
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         return self._file.rows(self.stored[name], start, stop)
+
+
+BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def open_draft(folder: Path) -> PlainStore:
+    """The tensors of a folder: safetensors (one file or sharded), else ``pytorch_model.bin`` (one or
+    sharded)."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder; a draft is a folder with config.json and its weights")
+    if any(folder.glob("*.safetensors")) or (folder / INDEX).is_file():
+        return PlainStore(open_weights(folder), str(folder))
+    if (folder / _BIN_INDEX).is_file():
+        shards = read_json(folder / _BIN_INDEX).get("weight_map")
+        if not isinstance(shards, Mapping) or not shards:
+            raise CheckpointError(f"{folder / _BIN_INDEX} has no weight_map")
+        file = TorchBinFile(folder / name for name in sorted(set(shards.values())))
+        lost = sorted(set(shards) - set(file.names()))
+        if lost:
+            raise CheckpointError(f"{folder} lacks tensor {lost[0]!r}, which {_BIN_INDEX} promises")
+        return PlainStore(file, str(folder))
+    if (folder / BIN).is_file():
+        return PlainStore(TorchBinFile([folder / BIN]), str(folder))
+    raise CheckpointError(
+        f"{folder} holds no weights: neither model.safetensors nor {BIN}, nor an index of shards"
+    )

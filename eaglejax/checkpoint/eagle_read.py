@@ -15,10 +15,9 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from eaglejax.checkpoint.eagle_names import PlainStore
+from eaglejax.checkpoint.eagle_names import PlainStore, open_draft
+from eaglejax.checkpoint.eagle_vocabulary import rising, target_ids
 from eaglejax.checkpoint.files import read_json
-from eaglejax.checkpoint.hf import INDEX, open_weights
-from eaglejax.checkpoint.torch_bin import TorchBinFile
 from eaglejax.drafts.eagle_config import AuxNorm, EagleConfig
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.nn import rope
@@ -27,7 +26,6 @@ AuxConvention = Literal["auto", "boundary", "block"]
 """What layer ids in a file count: hidden-state boundaries (0 = embedding), or blocks whose output is meant
 (id + 1)."""
 
-_BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 _ACTIVATIONS = {
     "silu": "silu",
@@ -61,29 +59,6 @@ class DraftFile:
     layout: str
     unused: tuple[str, ...]
     notes: tuple[str, ...]
-
-
-def open_draft(folder: Path) -> PlainStore:
-    """The tensors of a folder: safetensors (one file or sharded), else ``pytorch_model.bin`` (one or
-    sharded)."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; a draft is a folder with config.json and its weights")
-    if any(folder.glob("*.safetensors")) or (folder / INDEX).is_file():
-        return PlainStore(open_weights(folder), str(folder))
-    if (folder / _BIN_INDEX).is_file():
-        shards = read_json(folder / _BIN_INDEX).get("weight_map")
-        if not isinstance(shards, Mapping) or not shards:
-            raise CheckpointError(f"{folder / _BIN_INDEX} has no weight_map")
-        file = TorchBinFile(folder / name for name in sorted(set(shards.values())))
-        lost = sorted(set(shards) - set(file.names()))
-        if lost:
-            raise CheckpointError(f"{folder} lacks tensor {lost[0]!r}, which {_BIN_INDEX} promises")
-        return PlainStore(file, str(folder))
-    if (folder / _BIN).is_file():
-        return PlainStore(TorchBinFile([folder / _BIN]), str(folder))
-    raise CheckpointError(
-        f"{folder} holds no weights: neither model.safetensors nor {_BIN}, nor an index of shards"
-    )
 
 
 def read_draft(
@@ -335,45 +310,10 @@ class _Reader:
                 f"lacks lm_head.weight; a draft of {draft} out of {vocab} tokens cannot borrow the target's "
                 f"head"
             )
-        return vocab, draft, self._ids(vocab, draft)
-
-    def _ids(self, vocab: int, draft: int) -> np.ndarray | None:
-        """Target ids of the draft vocabulary from d2t (offsets) and t2d (membership); None for the
-        identity."""
-        member = np.asarray(self.store.array("t2d")).astype(bool) if self._has("t2d") else None
-        if self._has("d2t"):
-            offsets = np.asarray(self.store.array("d2t"))
-            if not np.issubdtype(offsets.dtype, np.integer):
-                self._fail(f"d2t holds {offsets.dtype} values; it must hold integers")
-            offsets = offsets.astype(np.int64)
-            ids = np.arange(draft) + offsets
-            hint = ". d2t holds offsets (target id minus draft id)"
-            if _rising(offsets) and offsets[0] >= 0 and offsets[-1] < vocab and draft > 1:
-                absolute = member is None or np.array_equal(np.flatnonzero(member), offsets)
-                if absolute and (member is None or not np.array_equal(np.flatnonzero(member), ids)):
-                    self._fail(
-                        "d2t looks like absolute target ids, it must hold offsets (target id minus draft id)"
-                    )
-            if ids.min() < 0 or ids.max() >= vocab:
-                self._fail(
-                    f"d2t leads to target id {ids.min() if ids.min() < 0 else ids.max()} of {vocab}{hint}"
-                )
-            if not _rising(ids):
-                self._fail(f"d2t does not lead to strictly increasing target ids{hint}")
-        elif member is not None and draft < vocab:
-            ids = np.flatnonzero(member)
-            self.notes.append("there is no d2t; target ids follow from t2d")
-        elif draft < vocab:
-            self._fail(
-                f"the head has {draft} of {vocab} tokens but there is neither d2t nor t2d to say which; "
-                f"without the map "
-                "every draft would be a wrong token"
-            )
-        else:
-            return None
-        if member is not None and not np.array_equal(np.flatnonzero(member), ids):
-            self._fail(f"t2d marks {int(member.sum())} tokens, which are not the {draft} that d2t leads to")
-        return None if draft == vocab else ids
+        ids, note = target_ids(self.store, vocab, draft, str(self.folder))
+        if note:
+            self.notes.append(note)
+        return vocab, draft, ids
 
     def _third(
         self, hidden: int, fc_in: int, convention: AuxConvention, override: tuple[int, ...] | None
@@ -427,7 +367,7 @@ class _Reader:
         ids = lists[0]
         if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
             self._fail(f"{_AUX_KEY} is {ids!r}; it must be a list of integers")
-        if not _rising(np.asarray(ids)):
+        if not rising(np.asarray(ids)):
             self._fail(f"{_AUX_KEY} {ids} must be increasing: features are joined in the order of the layers")
         if convention == "auto":
             if self.speculators:
@@ -498,10 +438,6 @@ class _Reader:
         if wrapped:
             return "nemo"
         return "modelopt" if not self._has("t2d") else "layers.0"
-
-
-def _rising(values: np.ndarray) -> bool:
-    return bool(np.all(np.diff(values) > 0))
 
 
 def _some(names: list[str], most: int = 6) -> str:

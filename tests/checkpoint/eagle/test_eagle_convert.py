@@ -15,10 +15,10 @@ import safetensors.numpy
 from eagle_files import FLAT, FLAT1, HD, VD, H, V, make, maps, midlayer, rename, save, speculators_config
 
 from eaglejax.checkpoint.eagle import read_weights
+from eaglejax.checkpoint.eagle_configs import rope_to_hf
 from eaglejax.checkpoint.eagle_read import read_draft
 from eaglejax.checkpoint.eagle_write import (
     FORMS,
-    rope_to_hf,
     tensors_of_file,
     tensors_of_weights,
     write_draft,
