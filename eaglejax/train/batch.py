@@ -2,9 +2,9 @@
 
 Tokens x_0 .. of a document; the target's features g_t and law y_t (of x_{t+1}) at t; l_t says that x_t is an
 answer token. A chain of drafts starts at row t from the true feature g_t. Its step k (k = 0 .. K-1) reads the
-token x_{t+1+k} and the feature g_t (k = 0) or its own last state, and predicts y_{t+1+k}, the law of x_{t+2+k}.
-Its rotary position is t + k, that of the inference side (``drafts.eagle``). The first draft of an answer that
-starts at T is row T - 1.
+token x_{t+1+k} and the feature g_t (k = 0) or its own last state, and predicts y_{t+1+k}, the law of
+x_{t+2+k}. Its rotary position is t + k, that of the inference side (``drafts.eagle``). The first draft of an
+answer that starts at T is row T - 1.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Batch:
     """B rows of T packed tokens.
 
     ``tokens`` [B, T] int32 (0 where padded); ``documents`` [B, T] int32: 0 is padding, equal positive numbers
-    belong together; ``positions`` [B, T] int32 within the document; ``supervised`` [B, T] bool: answer tokens.
-    ``aux`` [B, T, A, Ht]: the target's boundaries that an EAGLE-3 draft reads, or None; ``hidden`` [B, T, Ht]:
-    its state after the final norm. ``top`` [B, T] int32 and ``log_norm`` [B, T] f32: argmax and log-sum-exp of
-    the target's logits over its whole vocabulary, or None where they were not computed.
+    belong together; ``positions`` [B, T] int32 within the document; ``supervised`` [B, T] bool: answer
+    tokens. ``aux`` [B, T, A, Ht]: the target's boundaries that an EAGLE-3 draft reads, or None; ``hidden``
+    [B, T, Ht]: its state after the final norm. ``top`` [B, T] int32 and ``log_norm`` [B, T] f32: argmax and
+    log-sum-exp of the target's logits over its whole vocabulary, or None where they were not computed.
     """
 
     tokens: jax.Array
@@ -59,8 +59,8 @@ def row_mask(batch: Batch, step: int, alignment: Alignment = "tight") -> jax.Arr
 
     "tight": x_{t+1+k} and x_{t+2+k} are answer tokens, so that exactly what happens at run time is trained:
     no draft from within the prompt, none after the end token. "inputs" (as in speculators): x_{t+1+k} is one,
-    which adds what follows the last token. "unshifted" (as in SpecForge): x_{t+k} is one, which moreover loses
-    the first draft of every answer. All stay within the document.
+    which adds what follows the last token. "unshifted" (as in SpecForge): x_{t+k} is one, which moreover
+    loses the first draft of every answer. All stay within the document.
     """
     if alignment == "tight":
         mask = shift(batch.supervised, 1 + step) & shift(batch.supervised, 2 + step)

@@ -47,8 +47,8 @@ def deduplicate(
 class Contamination:
     """The evaluation texts that training data must not contain.
 
-    A text matches when it shares a run of ``NGRAM`` words with one of them, or contains one that is shorter as a
-    whole (if it has at least ``short`` words: shorter ones are everyday phrases).
+    A text matches when it shares a run of ``NGRAM`` words with one of them, or contains one that is shorter
+    as a whole (if it has at least ``short`` words: shorter ones are everyday phrases).
     """
 
     def __init__(self, texts: Iterable[str], *, short: int = 6) -> None:
@@ -76,7 +76,8 @@ def _runs(found: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
 def evaluation_texts(path: str | Path) -> list[str]:
     """The prompts of an evaluation file (JSON Lines with ``turns``, ``prompt`` or ``messages``).
 
-    Raises ConfigError for a file that cannot be read or a row without a prompt, so that nothing slips through.
+    Raises ConfigError for a file that cannot be read or a row without a prompt, so that nothing slips
+    through.
     """
     texts: list[str] = []
     try:
@@ -127,9 +128,10 @@ def mix(
 ) -> list[Sample]:
     """Samples of several sources in proportion to ``weights``, shuffled.
 
-    ``total``: how many; None takes as many as the proportions allow without taking a sample twice. A source that
-    is too small for its share is gone through again, each time in another order. The same seed gives the same
-    mixture. Raises ConfigError for weights that name no source, are not positive, or ask of an empty source.
+    ``total``: how many; None takes as many as the proportions allow without taking a sample twice. A source
+    that is too small for its share is gone through again, each time in another order. The same seed gives the
+    same mixture. Raises ConfigError for weights that name no source, are not positive, or ask of an empty
+    source.
     """
     unknown = sorted(set(weights) ^ set(sources))
     if unknown:
@@ -154,13 +156,13 @@ def mix(
 
 
 def windows(sample: Sample, length: int, overlap: int) -> list[Sample]:
-    """A sample of more than ``length`` tokens as windows of at most that many, ``overlap`` of them shared with
-    the window before.
+    """A sample of more than ``length`` tokens as windows of at most that many, ``overlap`` of them shared
+    with the window before.
 
-    A shared token is context the second time: of the overlap only the last token stays marked, since it is the
-    input of the draft that predicts the first new one. So every pair (marked input, marked label) is trained in
-    exactly one window as long as ``overlap`` is at least the number of chain steps plus one. Windows without
-    supervised tokens are left out. Raises ConfigError unless 1 <= overlap < length.
+    A shared token is context the second time: of the overlap only the last token stays marked, since it is
+    the input of the draft that predicts the first new one. So every pair (marked input, marked label) is
+    trained in exactly one window as long as ``overlap`` is at least the number of chain steps plus one.
+    Windows without supervised tokens are left out. Raises ConfigError unless 1 <= overlap < length.
     """
     if not 1 <= overlap < length:
         raise ConfigError(f"an overlap of {overlap} does not fit windows of {length} tokens")
@@ -178,8 +180,8 @@ def windows(sample: Sample, length: int, overlap: int) -> list[Sample]:
 
 
 def split_validation(samples: Sequence[Sample], share: float) -> tuple[list[Sample], list[Sample]]:
-    """(training, validation): about ``share`` of the samples are held out, chosen by the hash of their prompt, so
-    that the same prompt is always on the same side, whatever else is in the data."""
+    """(training, validation): about ``share`` of the samples are held out, chosen by the hash of their
+    prompt, so that the same prompt is always on the same side, whatever else is in the data."""
     if not 0 <= share < 1:
         raise ConfigError(f"the validation share is {share}; it must lie in [0, 1)")
     train, held = [], []

@@ -47,8 +47,8 @@ def add_up(metrics: Iterable[Metrics]) -> Metrics:
 
 
 def summary(metrics: Metrics) -> dict[str, Any]:
-    """What is logged: per step the mean loss, top-1 accuracy (``accuracy_k``, ``conditional_k`` given that all
-    earlier steps were right) and acceptance when sampled; the simulated tau."""
+    """What is logged: per step the mean loss, top-1 accuracy (``accuracy_k``, ``conditional_k`` given that
+    all earlier steps were right) and acceptance when sampled; the simulated tau."""
     m = jax.tree.map(lambda x: np.asarray(x, np.float64), metrics)
     before = np.concatenate([np.atleast_1d(m.chains), m.chain[:-1]])
 
@@ -76,7 +76,8 @@ def decode(
     tree: StaticTree,
     batch_size: int = 1,
 ) -> Stats:
-    """Acceptance of greedy decoding of the samples' prompts, by the decoder itself: the definition of ``bench``.
+    """Acceptance of greedy decoding of the samples' prompts, by the decoder itself: the definition of
+    ``bench``.
 
     ``weights``: as trained; they run in the target's dtype.
     """

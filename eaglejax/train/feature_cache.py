@@ -1,8 +1,8 @@
 """Features on disk: shards of safetensors beside a manifest that says exactly what they are.
 
-``manifest.json`` holds the identity (``features.identity``). Each shard's header lists its samples (content key and
-length, in the order of their rows). A shard is written whole and then renamed, so that a kill loses the shard in work
-and nothing else; a run that is started again computes what is missing.
+``manifest.json`` holds the identity (``features.identity``). Each shard's header lists its samples (content
+key and length, in the order of their rows). A shard is written whole and then renamed, so that a kill loses
+the shard in work and nothing else; a run that is started again computes what is missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the target says about training text: its boundaries, final state and likeliest tokens, for packed rows."""
+"""What the target says about training text: its boundaries, final state and likeliest tokens, for packed
+rows."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ _HEAD_ROWS = 128
 
 @pytree.dataclass
 class TargetFeatures:
-    """``aux`` [B, T, A, Ht] (None without boundaries), ``hidden`` [B, T, Ht] after the final norm, both in the
-    target's dtype; ``top`` [B, T] int32 and ``log_norm`` [B, T] f32 of the logits over the whole vocabulary."""
+    """``aux`` [B, T, A, Ht] (None without boundaries), ``hidden`` [B, T, Ht] after the final norm, both in
+    the target's dtype; ``top`` [B, T] int32 and ``log_norm`` [B, T] f32 of the logits over the whole
+    vocabulary."""
 
     aux: jax.Array | None
     hidden: jax.Array
@@ -50,8 +52,8 @@ def target_features(params: Any, config: ModelConfig, batch: Batch, aux: tuple[i
 
 
 def head_summary(params: Any, config: ModelConfig, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(argmax [...] int32, log-sum-exp [...] f32) of the target's logits for ``hidden`` [..., Ht], a few rows at
-    a time, so that the logits of a whole batch never exist."""
+    """(argmax [...] int32, log-sum-exp [...] f32) of the target's logits for ``hidden`` [..., Ht], a few rows
+    at a time, so that the logits of a whole batch never exist."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     chunk = min(_HEAD_ROWS, flat.shape[0])
     padded = jnp.pad(flat, ((0, -flat.shape[0] % chunk), (0, 0)))
@@ -110,6 +112,7 @@ def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: str) ->
     ]
     if wrong:
         raise MismatchError(
-            f"the features in {where} were made otherwise: {'; '.join(wrong)}. Name another folder, or make them "
+            f"the features in {where} were made otherwise: {'; '.join(wrong)}. Name another folder, or "
+            "make them "
             "anew with `eaglejax features`"
         )

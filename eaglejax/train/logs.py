@@ -41,7 +41,7 @@ class JsonLog:
 
 
 class TensorBoardLog:
-    """Scalars in TensorBoard's event format (length-prefixed records of a protocol buffer with CRC-32C sums)."""
+    """Scalars in TensorBoard's event format: length-prefixed protocol buffers with CRC-32C sums."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """How far a draft's law is from the target's, per position.
 
-The draft knows Vd of the target's V tokens. The *teacher* is the target's law renormalised on those Vd tokens; what
-the rest of the vocabulary holds enters only through ``inside``, the mass that the draft can reach at all.
+The draft knows Vd of the target's V tokens. The *teacher* is the target's law renormalised on those Vd
+tokens; what the rest of the vocabulary holds enters only through ``inside``, the mass that the draft can
+reach at all.
 """
 
 from __future__ import annotations

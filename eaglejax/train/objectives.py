@@ -1,9 +1,9 @@
 """What a draft is trained for: EAGLE-3, EAGLE-1 and HASS as settings of one loss over unrolled steps.
 
 EAGLE-3 (Li et al. 2025): K steps, each scored by the distance between the laws. EAGLE-1 (Li et al. 2024): one
-step, scored by the distance between the predicted and the true feature, plus a small cross entropy through the
-target's head. HASS (Zhang et al. 2024): EAGLE-1's loss at K steps, each fed the states of the one before, plus a
-cross entropy on the target's ten likeliest tokens.
+step, scored by the distance between the predicted and the true feature, plus a small cross entropy through
+the target's head. HASS (Zhang et al. 2024): EAGLE-1's loss at K steps, each fed the states of the one before,
+plus a cross entropy on the target's ten likeliest tokens.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Algorithm = Literal["eagle3", "eagle1", "hass"]
 class Objective:
     """Which loss.
 
-    ``steps``: K, chain steps unrolled (1 for EAGLE-1). ``step_decay``: step k weighs ``step_decay ** k`` unless
-    ``step_weights`` names the weights. ``loss``: distance between the laws. ``kl_scale``, ``kl_decay``: of
-    "lk_lambda". ``alignment``: see ``batch.row_mask``. ``normaliser``: "tokens" divides each step's sum by the
-    number of its trained rows in the whole update; "positions" divides by all B * T positions, padding and
-    prompts included (SpecForge). ``out_of_vocabulary``: what happens to rows whose likeliest target token the
-    draft does not know: "drop" them from the loss, or "keep" them (renormalised). ``noise``: half-width of the
-    uniform noise added to the features. ``feature_weight``, ``token_weight``: of EAGLE-1's two terms.
-    ``top_weight``, ``top_tokens``: of HASS's third.
+    ``steps``: K, chain steps unrolled (1 for EAGLE-1). ``step_decay``: step k weighs ``step_decay ** k``
+    unless ``step_weights`` names the weights. ``loss``: distance between the laws. ``kl_scale``,
+    ``kl_decay``: of "lk_lambda". ``alignment``: see ``batch.row_mask``. ``normaliser``: "tokens" divides each
+    step's sum by the number of its trained rows in the whole update; "positions" divides by all B * T
+    positions, padding and prompts included (SpecForge). ``out_of_vocabulary``: what happens to rows whose
+    likeliest target token the draft does not know: "drop" them from the loss, or "keep" them (renormalised).
+    ``noise``: half-width of the uniform noise added to the features. ``feature_weight``, ``token_weight``: of
+    EAGLE-1's two terms. ``top_weight``, ``top_tokens``: of HASS's third.
     """
 
     algorithm: Algorithm = "eagle3"
@@ -99,8 +99,9 @@ class Metrics:
 
     ``loss``: the unweighted loss sum, ``rows`` its trained rows. ``hits``: rows whose likeliest token is the
     target's, a token that the draft does not know being a miss; ``judged``: rows it is counted over (those of
-    "tight" alignment whatever the loss leaves out). ``chain``: hits at this and every earlier step of the chain.
-    ``chains``: rows that start a chain, [] f32. ``accept``: sum of the chance that a sampled draft is kept.
+    "tight" alignment whatever the loss leaves out). ``chain``: hits at this and every earlier step of the
+    chain. ``chains``: rows that start a chain, [] f32. ``accept``: sum of the chance that a sampled draft is
+    kept.
     """
 
     loss: jax.Array
@@ -122,8 +123,8 @@ class Metrics:
 
 @pytree.dataclass
 class Head:
-    """How target logits over the draft's tokens come about: ``weight`` [Ht, Vd] ([Vd, Ht] when ``tied``), the id
-    map [Vd] (None: all ids), a softcap."""
+    """How target logits over the draft's tokens come about: ``weight`` [Ht, Vd] ([Vd, Ht] when ``tied``), the
+    id map [Vd] (None: all ids), a softcap."""
 
     weight: jax.Array
     ids: jax.Array | None = None

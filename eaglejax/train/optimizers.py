@@ -26,8 +26,9 @@ def schedule(settings: OptimizerSettings, updates: int) -> optax.Schedule:
 def optimizer(settings: OptimizerSettings, updates: int) -> optax.GradientTransformation:
     """Clipping by global norm and the optimiser under its schedule.
 
-    Muon orthogonalises the momentum of matrices (five Newton-Schulz steps) and scales it so that its root mean
-    square is that of an AdamW step (Liu et al. 2025); one learning rate thus serves both kinds of parameters.
+    Muon orthogonalises the momentum of matrices (five Newton-Schulz steps) and scales it so that its root
+    mean square is that of an AdamW step (Liu et al. 2025); one learning rate thus serves both kinds of
+    parameters.
     """
     rate = schedule(settings, updates)
     if settings.name == "muon":

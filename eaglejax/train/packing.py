@@ -18,8 +18,8 @@ Features = dict[str, np.ndarray]
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Groups of indices whose lengths fit ``capacity`` together: longest first into the fullest row that still
-    has room (best fit decreasing). Raises ConfigError for a sample that fits no row."""
+    """Groups of indices whose lengths fit ``capacity`` together: longest first into the fullest row that
+    still has room (best fit decreasing). Raises ConfigError for a sample that fits no row."""
     too_long = [n for n in lengths if n > capacity]
     if too_long:
         raise ConfigError(f"a sample of {max(too_long)} tokens does not fit rows of {capacity}; cut it first")
@@ -75,9 +75,9 @@ def batch_stream(
 ) -> grain.DatasetIterator:
     """Batches of ``rows`` packed rows, reshuffled every epoch (None: without end).
 
-    Which samples share a row is fixed; the order of the rows changes with the epoch. The iterator's ``get_state``
-    and ``set_state`` are part of a checkpoint: a restored run sees exactly the batches that were left. An epoch's
-    rows that fill no whole batch run on into the next epoch.
+    Which samples share a row is fixed; the order of the rows changes with the epoch. The iterator's
+    ``get_state`` and ``set_state`` are part of a checkpoint: a restored run sees exactly the batches that
+    were left. An epoch's rows that fill no whole batch run on into the next epoch.
     """
     groups = pack([len(s) for s in samples], capacity)
     if len(groups) < rows and epochs is not None:

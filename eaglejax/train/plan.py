@@ -23,8 +23,8 @@ from eaglejax.train.settings import TrainSettings
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Counts and sizes of a run; sizes in bytes. ``device_bytes`` is an estimate of the peak: target, masters,
-    optimiser, gradients and the activations of one micro-batch."""
+    """Counts and sizes of a run; sizes in bytes. ``device_bytes`` is an estimate of the peak: target,
+    masters, optimiser, gradients and the activations of one micro-batch."""
 
     samples: int
     held_out: int
@@ -102,8 +102,8 @@ def _leaves(config: EagleConfig) -> list[tuple[str, jax.ShapeDtypeStruct]]:
 
 
 def _activations(config: EagleConfig, settings: TrainSettings, item: int) -> int:
-    """Bytes kept for the backward pass: per step and layer the projections and the attention weights; the logits
-    of two steps in f32."""
+    """Bytes kept for the backward pass: per step and layer the projections and the attention weights; the
+    logits of two steps in f32."""
     run, steps, length = settings.run, settings.objective.steps, settings.data.row_tokens
     wide = 2 * config.hidden_size + config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
     a_token = (wide + 4 * config.hidden_size + 3 * config.intermediate_size) * item

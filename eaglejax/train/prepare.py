@@ -1,4 +1,5 @@
-"""From settings to everything that a run needs: samples, the draft's configuration, vocabulary and first weights."""
+"""From settings to everything that a run needs: samples, the draft's configuration, vocabulary and first
+weights."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ class Data:
 class Draft:
     """A draft about to be trained.
 
-    ``weights``: the trained masters. ``frozen``: the target's parts it uses, with its own head where that is not
-    trained. ``head``: how the target is asked about the draft's tokens. ``vocab``: None for the whole vocabulary.
+    ``weights``: the trained masters. ``frozen``: the target's parts it uses, with its own head where that is
+    not trained. ``head``: how the target is asked about the draft's tokens. ``vocab``: None for the whole
+    vocabulary.
     """
 
     config: EagleConfig
@@ -145,7 +147,8 @@ def prepare_draft(settings: TrainSettings, target: Target, data: Data) -> Draft:
 def fit_data(target: Target, aux: tuple[int, ...], samples: Sequence[Sample], capacity: int) -> warm.FitData:
     """Rows of training text for the closed-form start, at most about ``FIT_TOKENS``.
 
-    The state between the last block's attention and its MLP is what the block puts out when its MLP is zeroed.
+    The state between the last block's attention and its MLP is what the block puts out when its MLP is
+    zeroed.
     """
     chosen: list[Sample] = []
     for sample in samples:
@@ -164,7 +167,8 @@ def fit_data(target: Target, aux: tuple[int, ...], samples: Sequence[Sample], ca
         batch = assemble(members, capacity)
         found = target_features(target.params, target.config, batch, (*aux, layers))
         middle = target_features(without, target.config, batch, (layers,)).aux
-        assert found.aux is not None and middle is not None
+        assert found.aux is not None
+        assert middle is not None
         states, after = (np.asarray(a[0].astype(jnp.float32)) for a in (found.aux, middle[:, :, 0]))
         documents = np.asarray(batch.documents[0])
         at = np.flatnonzero((documents[:-1] == documents[1:]) & (np.asarray(batch.positions[0, :-1]) >= skip))

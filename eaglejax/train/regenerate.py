@@ -1,8 +1,8 @@
 """Answers of the target to a file of prompts: training text that a draft can learn to guess.
 
-Every line of the output is one answer with its exact token ids. Its ``key`` is a hash of the prompt's ids and of all
-settings that shape the answer; the row's seed comes from that key. So a run that was killed and started again answers
-what is missing and writes what it would have written anyway, in whatever order.
+Every line of the output is one answer with its exact token ids. Its ``key`` is a hash of the prompt's ids and
+of all settings that shape the answer; the row's seed comes from that key. So a run that was killed and
+started again answers what is missing and writes what it would have written anyway, in whatever order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from eaglejax.train.samples import read_messages
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One row: the conversation up to its first question, and the user turns that are asked one after the other,
-    each on top of the target's own earlier answers."""
+    """One row: the conversation up to its first question, and the user turns that are asked one after the
+    other, each on top of the target's own earlier answers."""
 
     id: str
     opening: tuple[Mapping[str, Any], ...]
@@ -67,19 +67,22 @@ class Counts:
 
 
 def read_prompt_rows(path: str | Path) -> Iterator[Prompt | str]:
-    """Rows of a JSON Lines file: ``turns``, ``prompt``, ``messages`` or ``conversations`` (whose user turns are
-    asked again; answers in them are not used). A bad row comes as the text of its error."""
+    """Rows of a JSON Lines file: ``turns``, ``prompt``, ``messages`` or ``conversations`` (whose user turns
+    are asked again; answers in them are not used). A bad row comes as the text of its error."""
     try:
-        file = Path(path).open(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _row(line, f"{path}, line {number}", number)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    with file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield _prompt(json.loads(line), f"{path}, line {number}", number)
-                except (json.JSONDecodeError, RequestError) as error:
-                    yield f"{path}, line {number}: {error}"
+
+
+def _row(line: str, where: str, number: int) -> Prompt | str:
+    try:
+        return _prompt(json.loads(line), where, number)
+    except (json.JSONDecodeError, RequestError) as error:
+        return f"{where}: {error}"
 
 
 def _prompt(row: Any, where: str, number: int) -> Prompt:
@@ -110,7 +113,8 @@ def regenerate(
     limit: int | None = None,
     advance: Callable[[int, int], None] = lambda answers, tokens: None,
 ) -> Counts:
-    """Answer ``rows`` (the first ``limit``) and append to ``out``; rows that fail go to ``<out>.errors.jsonl``.
+    """Answer ``rows`` (the first ``limit``) and append to ``out``; rows that fail go to
+    ``<out>.errors.jsonl``.
 
     ``proposer`` only makes it faster. ``advance`` is told answers and tokens as they are written.
     """

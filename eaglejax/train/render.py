@@ -1,13 +1,15 @@
 """Which tokens of a conversation the target would have written, by the borders of its own chat template.
 
-For each assistant turn the template is rendered twice: the history with the generation prompt (what serving sends)
-and the history with the answer. What the second has more is the answer. No pattern is searched in the text, so no
-template needs registering, and training rows are exactly the ids of serving followed by the ids of the answer.
+For each assistant turn the template is rendered twice: the history with the generation prompt (what serving
+sends) and the history with the answer. What the second has more is the answer. No pattern is searched in the
+text, so no template needs registering, and training rows are exactly the ids of serving followed by the ids
+of the answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,11 +35,11 @@ def render_conversation(
 ) -> list[Rendered]:
     """The training rows of a conversation.
 
-    One row with every assistant turn supervised where each turn's rendering is the beginning of the next one's;
-    else one row a turn, since the template rewrites history (drops earlier reasoning, say) and a joint row would
-    hold texts that serving never sees. A turn's end token is supervised, what the template puts behind it is not.
-    Raises RequestError, naming the row, when the template rejects it, when there is no assistant turn, or when an
-    answer cannot be found behind its prompt.
+    One row with every assistant turn supervised where each turn's rendering is the beginning of the next
+    one's; else one row a turn, since the template rewrites history (drops earlier reasoning, say) and a joint
+    row would hold texts that serving never sees. A turn's end token is supervised, what the template puts
+    behind it is not. Raises RequestError, naming the row, when the template rejects it, when there is no
+    assistant turn, or when an answer cannot be found behind its prompt.
     """
     turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
     if not turns:
@@ -45,7 +47,7 @@ def render_conversation(
     if tools is not None:
         variables["tools"] = tools
     rows = [_turn(tokenizer, messages, n, name, variables) for n in turns]
-    for earlier, later in zip(rows, rows[1:], strict=False):
+    for earlier, later in itertools.pairwise(rows):
         if later.ids[: len(earlier.ids)] != earlier.ids:
             return rows
     supervised = [False] * len(rows[-1].ids)
@@ -72,7 +74,8 @@ def _turn(
         history = tokenizer.render_chat(messages[:turn], add_generation_prompt=False, **variables)
         if not whole.startswith(history):
             raise RequestError(
-                f"{name}: the template renders the history of turn {turn} differently once it is answered, so "
+                f"{name}: the template renders the history of turn {turn} differently once it is "
+                "answered, so "
                 "that the answer cannot be told from the prompt"
             )
         prompt = _common(prompt, whole)

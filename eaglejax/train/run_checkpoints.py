@@ -1,9 +1,9 @@
-"""Checkpoints of a training run: everything that the next update depends on, in one folder that exists whole or not
-at all.
+"""Checkpoints of a training run: everything that the next update depends on, in one folder that exists whole
+or not at all.
 
-``checkpoints/update-00000200/`` holds ``state/`` (weights, optimiser, counters, by Orbax) and ``run.json`` (the data
-stream's position, scores, versions). It is written under another name and renamed. ``latest`` is the highest number;
-``best.json`` names the best one, which is kept whatever its age.
+``checkpoints/update-00000200/`` holds ``state/`` (weights, optimiser, counters, by Orbax) and ``run.json``
+(the data stream's position, scores, versions). It is written under another name and renamed. ``latest`` is
+the highest number; ``best.json`` names the best one, which is kept whatever its age.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Restored:
 class RunCheckpoints:
     """The checkpoints of one run.
 
-    ``binds``: what a checkpoint belongs to (settings that shape the state, vocabulary key); one made under others
-    is refused by ``restore`` with every difference named. ``keep``: latest ones that stay.
+    ``binds``: what a checkpoint belongs to (settings that shape the state, vocabulary key); one made under
+    others is refused by ``restore`` with every difference named. ``keep``: latest ones that stay.
     """
 
     def __init__(self, folder: Path, binds: dict[str, Any], keep: int) -> None:
@@ -69,8 +69,8 @@ class RunCheckpoints:
         return self.folder / f"{_PREFIX}{update:08d}"
 
     def save(self, state: TrainState, data: Any, *, score: float | None = None) -> Path:
-        """Write one checkpoint; the same update is not written twice. A ``score`` above the best so far (higher is
-        better) makes it the best one."""
+        """Write one checkpoint; the same update is not written twice. A ``score`` above the best so far
+        (higher is better) makes it the best one."""
         update = int(state.update)
         final = self.path(update)
         if not final.exists():
@@ -109,7 +109,8 @@ class RunCheckpoints:
         ]
         if wrong:
             raise MismatchError(
-                f"{self.path(update)} belongs to another run: {'; '.join(wrong)}. Name a new folder for a new run"
+                f"{self.path(update)} belongs to another run: {'; '.join(wrong)}. Name a new folder for "
+                "a new run"
             )
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         with ocp.StandardCheckpointer() as reader:

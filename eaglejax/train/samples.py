@@ -1,8 +1,8 @@
 """Training texts as token ids with a mark on every token that the target wrote.
 
 A row of a JSON Lines file is one of: pretokenised (``prompt_ids`` and ``completion_ids``, as ``eaglejax
-regenerate`` writes, or ``input_ids`` and ``loss_mask``); a conversation (``messages`` or ``conversations``, entries
-with role/content or ShareGPT's from/value). Ids are best: they are exactly what the target produced.
+regenerate`` writes, or ``input_ids`` and ``loss_mask``); a conversation (``messages`` or ``conversations``,
+entries with role/content or ShareGPT's from/value). Ids are best: they are exactly what the target produced.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def read_samples(
 ) -> tuple[list[Sample], Report]:
     """Samples of a JSON Lines file, at most those of its first ``limit`` rows.
 
-    A row that cannot be used is left out and counted in the report. Raises ConfigError when the file cannot be
-    read, and RequestError, naming the first bad row, when not one row can be used: then the format is wrong, not
-    the row.
+    A row that cannot be used is left out and counted in the report. Raises ConfigError when the file cannot
+    be read, and RequestError, naming the first bad row, when not one row can be used: then the format is
+    wrong, not the row.
     """
     report, samples = Report(), []
     first_error: RequestError | None = None

@@ -1,7 +1,7 @@
 """The settings of a training run, as a TOML file says them: strict, with dotted overrides.
 
-Every key is a field below; one that is not, or has a value of another type, is refused with its name. The resolved
-settings are written beside the checkpoints and read back identically.
+Every key is a field below; one that is not, or has a value of another type, is refused with its name. The
+resolved settings are written beside the checkpoints and read back identically.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class SourceFile:
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """``train``: files of rows (see ``samples``). ``total``: samples of the mixture (None: as many as the weights
-    allow without repeating one; ``mix`` False: all of all files). ``decontaminate``: evaluation files whose text
-    must not occur. ``validation``: share of the samples held out. ``row_tokens`` T: length of a packed row;
-    longer samples are cut into windows that share ``overlap`` tokens. ``seed``: of mixing and shuffling."""
+    """``train``: files of rows (see ``samples``). ``total``: samples of the mixture (None: as many as the
+    weights allow without repeating one; ``mix`` False: all of all files). ``decontaminate``: evaluation files
+    whose text must not occur. ``validation``: share of the samples held out. ``row_tokens`` T: length of a
+    packed row; longer samples are cut into windows that share ``overlap`` tokens. ``seed``: of mixing and
+    shuffling."""
 
     train: tuple[SourceFile, ...] = ()
     mix: bool = False
@@ -51,10 +52,10 @@ class DataSettings:
 class DraftSettings:
     """Shape and start of the draft; None takes the target's own size.
 
-    ``start``: "fit" (closed form from the target's features), "layer" (the target's last layer), "random", or the
-    folder or Hub id of a draft to go on from, whose shape and vocabulary are then kept. ``aux``: boundaries that
-    an EAGLE-3 draft reads (empty: 2, n/2, n-3). ``vocab``: Vd (None: the whole vocabulary). ``train_head`` False
-    keeps the target's rows as the head.
+    ``start``: "fit" (closed form from the target's features), "layer" (the target's last layer), "random", or
+    the folder or Hub id of a draft to go on from, whose shape and vocabulary are then kept. ``aux``:
+    boundaries that an EAGLE-3 draft reads (empty: 2, n/2, n-3). ``vocab``: Vd (None: the whole vocabulary).
+    ``train_head`` False keeps the target's rows as the head.
     """
 
     start: str = "fit"
@@ -70,9 +71,9 @@ class DraftSettings:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
-    """``name``: "adamw", or "muon" for matrices with AdamW for the rest. ``learning_rate`` at its peak, reached
-    after ``warmup`` updates; ``schedule`` then falls to ``final`` times the peak at the last update. ``clip``:
-    largest global norm of the gradient (0: none)."""
+    """``name``: "adamw", or "muon" for matrices with AdamW for the rest. ``learning_rate`` at its peak,
+    reached after ``warmup`` updates; ``schedule`` then falls to ``final`` times the peak at the last update.
+    ``clip``: largest global norm of the gradient (0: none)."""
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 5e-4
@@ -88,11 +89,11 @@ class OptimizerSettings:
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
     """``updates``: optimiser steps in all. An update sees ``rows`` packed rows, ``accumulate`` times.
-    ``features``: "online", or a folder made by ``eaglejax features``. ``compute_dtype``: of activations and of
-    the weights' copy in the forward; masters are float32. ``remat``: recompute activations of each chain step.
-    ``save_every``, ``evaluate_every``, ``log_every``: in updates. ``keep``: latest checkpoints that stay beside
-    the best one. ``most_skipped``: consecutive updates that may be skipped for NaN before the run stops.
-    ``decode_prompts``: held-out prompts that each evaluation decodes for the real tau (0: none), to
+    ``features``: "online", or a folder made by ``eaglejax features``. ``compute_dtype``: of activations and
+    of the weights' copy in the forward; masters are float32. ``remat``: recompute activations of each chain
+    step. ``save_every``, ``evaluate_every``, ``log_every``: in updates. ``keep``: latest checkpoints that
+    stay beside the best one. ``most_skipped``: consecutive updates that may be skipped for NaN before the run
+    stops. ``decode_prompts``: held-out prompts that each evaluation decodes for the real tau (0: none), to
     ``decode_tokens`` tokens with a chain of ``decode_depth``."""
 
     updates: int = 1000
@@ -138,7 +139,8 @@ class TrainSettings:
                 raise ConfigError(f"run.{name} is {getattr(self.run, name)}; it must be at least 1")
         if self.data.overlap < self.objective.steps + 1:
             raise ConfigError(
-                f"data.overlap {self.data.overlap} is too small for objective.steps {self.objective.steps}: a "
+                f"data.overlap {self.data.overlap} is too small for objective.steps "
+                f"{self.objective.steps}: a "
                 "window must share at least one token more than there are steps"
             )
         if self.optimizer.learning_rate <= 0 or self.optimizer.warmup < 0:

@@ -20,9 +20,9 @@ from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, 
 
 @pytree.dataclass
 class TrainState:
-    """``weights``: trained masters, f32. ``optimizer``: Optax state. ``update`` [] int32: updates tried, which
-    also is the next update's random key. ``skipped`` [] int32: those left out for a NaN; ``discarded`` [] int32:
-    documents left out for a NaN in their features."""
+    """``weights``: trained masters, f32. ``optimizer``: Optax state. ``update`` [] int32: updates tried,
+    which also is the next update's random key. ``skipped`` [] int32: those left out for a NaN; ``discarded``
+    [] int32: documents left out for a NaN in their features."""
 
     weights: Weights
     optimizer: Any
@@ -33,8 +33,8 @@ class TrainState:
 
 @pytree.dataclass
 class UpdateReport:
-    """``loss`` and ``gradient_norm`` [] f32 of one update, ``applied`` [] bool, ``discarded`` [] int32 documents
-    of this update, and the metrics' sums."""
+    """``loss`` and ``gradient_norm`` [] f32 of one update, ``applied`` [] bool, ``discarded`` [] int32
+    documents of this update, and the metrics' sums."""
 
     loss: jax.Array
     gradient_norm: jax.Array
@@ -92,10 +92,10 @@ def make_update(
     """The jitted update: (state, batch [M, B, T, ...]) -> (state, report); the state is donated.
 
     M micro-batches are run one after the other; the denominators of the loss are counted over all of them, so
-    that accumulation, devices and padding leave loss and gradient as they are. ``frozen``: what is not trained
-    (the target's embedding, and its head where the draft does not train one); its ``weights`` are ignored. An
-    update whose loss or gradient is not finite, or that trains no row, changes nothing but the counters. With
-    ``remat`` only products with weights are kept for the backward pass.
+    that accumulation, devices and padding leave loss and gradient as they are. ``frozen``: what is not
+    trained (the target's embedding, and its head where the draft does not train one); its ``weights`` are
+    ignored. An update whose loss or gradient is not finite, or that trains no row, changes nothing but the
+    counters. With ``remat`` only products with weights are kept for the backward pass.
     """
 
     def loss_of(

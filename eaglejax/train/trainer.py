@@ -48,8 +48,8 @@ from eaglejax.train.state import (
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended. ``draft``: folder of the exported draft, None when it was interrupted. ``score``: the best
-    evaluation's tau."""
+    """How a run ended. ``draft``: folder of the exported draft, None when it was interrupted. ``score``: the
+    best evaluation's tau."""
 
     updates: int
     interrupted: bool
@@ -103,8 +103,8 @@ class Trainer:
     def run(self) -> Result:
         """Train from the latest checkpoint, or from the start, to the last update.
 
-        SIGTERM and SIGINT end the run after the update in work, with a checkpoint. Raises EaglejaxError when too
-        many updates in a row could not be applied.
+        SIGTERM and SIGINT end the run after the update in work, with a checkpoint. Raises EaglejaxError when
+        too many updates in a row could not be applied.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         checkpoints = run_checkpoints.RunCheckpoints(
@@ -146,7 +146,8 @@ class Trainer:
             if streak >= run.most_skipped:
                 checkpoints.save(state, stream.get_state())
                 raise EaglejaxError(
-                    f"{streak} updates in a row had a loss or gradient that is not finite, or nothing to train on "
+                    f"{streak} updates in a row had a loss or gradient that is not finite, or nothing to "
+                    "train on "
                     f"(up to update {update}); the features or the learning rate are at fault"
                 )
             if update % run.log_every == 0 or update == run.updates:
@@ -201,7 +202,8 @@ class Trainer:
         self.notify(update, values)
 
     def _export(self, checkpoints: run_checkpoints.RunCheckpoints, state: TrainState) -> Path:
-        """The best checkpoint (the last one where nothing was evaluated) as a draft that ``load_draft`` reads."""
+        """The best checkpoint (the last one where nothing was evaluated) as a draft that ``load_draft``
+        reads."""
         best = checkpoints.best
         if best is not None and best[0] != int(state.update):
             state = checkpoints.restore(state, best[0]).state
@@ -217,7 +219,8 @@ class Trainer:
         missing = [s for s in (*self.data.train, *self.data.validation) if s not in cache]
         if missing:
             raise ConfigError(
-                f"{where} lacks the features of {len(missing)} samples (first: {missing[0].name}); run `eaglejax "
+                f"{where} lacks the features of {len(missing)} samples (first: {missing[0].name}); run "
+                "`eaglejax "
                 "features` with the same settings"
             )
         return cache.read
@@ -280,7 +283,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT ask for a stop; outside the main thread, where they cannot be caught, nothing is."""
+        """SIGTERM and SIGINT ask for a stop; outside the main thread, where they cannot be caught, nothing
+        is."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -14,8 +14,9 @@ from eaglejax.train.samples import Sample
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VocabMap:
-    """``ids`` [Vd] int32, ascending: the target id of each draft id. ``coverage``: the share of the supervised
-    tokens of the counted data that the draft knows. ``key`` binds the map to data, tokenizer and sizes."""
+    """``ids`` [Vd] int32, ascending: the target id of each draft id. ``coverage``: the share of the
+    supervised tokens of the counted data that the draft knows. ``key`` binds the map to data, tokenizer and
+    sizes."""
 
     ids: np.ndarray
     coverage: float
@@ -31,8 +32,8 @@ def count_supervised(samples: Iterable[Sample], vocab_size: int) -> np.ndarray:
 
 
 def build_vocab_map(counts: np.ndarray, size: int, *, tokenizer_hash: str) -> VocabMap:
-    """The ``size`` most frequent ids of ``counts`` [V]; ties and places left over go to the lowest ids, which in
-    a merge-ordered vocabulary are the commonest. Raises ConfigError for sizes that cannot be."""
+    """The ``size`` most frequent ids of ``counts`` [V]; ties and places left over go to the lowest ids, which
+    in a merge-ordered vocabulary are the commonest. Raises ConfigError for sizes that cannot be."""
     vocab_size = len(counts)
     if not 1 <= size <= vocab_size:
         raise ConfigError(f"the draft vocabulary is {size}; it must lie in 1..{vocab_size}")
@@ -47,8 +48,8 @@ def build_vocab_map(counts: np.ndarray, size: int, *, tokenizer_hash: str) -> Vo
 
 
 def given_vocab_map(ids: np.ndarray, counts: np.ndarray) -> VocabMap:
-    """The map of an existing draft, kept as it is (a new one would scramble its head), with its coverage of this
-    data."""
+    """The map of an existing draft, kept as it is (a new one would scramble its head), with its coverage of
+    this data."""
     total = max(int(counts.sum()), 1)
     return VocabMap(
         np.asarray(ids, np.int32),

@@ -1,10 +1,12 @@
-"""Where a draft's weights start: random, from the target's last layer, or fitted to its features in closed form.
+"""Where a draft's weights start: random, from the target's last layer, or fitted to its features in closed
+form.
 
-With little data the start decides. ``fit`` sets up the first layer so that it already is the best *linear* draft:
-``fc`` maps the boundaries that the draft reads to the target's last one; some attention heads look at their own
-position alone and write the ridge-regression guess of the next position's state before the last MLP, from the next
-token's embedding and the feature; the MLP, the norms and the head are the target's own. Being a map from (last
-state, next token) to (next last state), it holds at every step of a chain, not only at the first.
+With little data the start decides. ``fit`` sets up the first layer so that it already is the best *linear*
+draft: ``fc`` maps the boundaries that the draft reads to the target's last one; some attention heads look at
+their own position alone and write the ridge-regression guess of the next position's state before the last
+MLP, from the next token's embedding and the feature; the MLP, the norms and the head are the target's own.
+Being a map from (last state, next token) to (next last state), it holds at every step of a chain, not only at
+the first.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ _SMALL = 0.02
 class FitData:
     """Rows of real text, n of them in order of no importance.
 
-    ``aux`` [n, A, Ht] at t; ``last`` [n, Ht] the last boundary (before the final norm) at t; ``middle`` [n, Ht]
-    the state between the last block's attention and its MLP at t + 1; ``embedding`` [n, Ht] of token t + 1.
+    ``aux`` [n, A, Ht] at t; ``last`` [n, Ht] the last boundary (before the final norm) at t; ``middle`` [n,
+    Ht] the state between the last block's attention and its MLP at t + 1; ``embedding`` [n, Ht] of token t +
+    1.
     """
 
     aux: np.ndarray
@@ -83,8 +86,9 @@ def random_weights(config: EagleConfig, target: Target, seed: int) -> Weights:
 
 
 def layer_weights(config: EagleConfig, target: Target, seed: int, order: np.ndarray | None = None) -> Weights:
-    """The target's last layer as the draft's: its attention on the feature's half of the input, a small random
-    one on the embedding's, ``fc`` passing the highest boundary on, and ``order``'s first MLP neurons."""
+    """The target's last layer as the draft's: its attention on the feature's half of the input, a small
+    random one on the embedding's, ``fc`` passing the highest boundary on, and ``order``'s first MLP neurons.
+    """
     check_start(config, target.config, "layer")
     weights = random_weights(config, target, seed)
     last, layer = target.params["layers"][-1], weights["layers"][0]
@@ -109,7 +113,8 @@ def layer_weights(config: EagleConfig, target: Target, seed: int, order: np.ndar
 def fitted_weights(
     config: EagleConfig, target: Target, data: FitData, seed: int, *, heads: int | None = None
 ) -> Weights:
-    """The closed-form start of the module's text; ``heads`` of them (default: not quite half) write the guess."""
+    """The closed-form start of the module's text; ``heads`` of them (default: not quite half) write the
+    guess."""
     check_start(config, target.config, "fit")
     if config.num_kv_heads != config.num_heads:
         raise ConfigError(
@@ -165,8 +170,8 @@ def ridge(x: np.ndarray, y: np.ndarray, strength: float = _RIDGE) -> np.ndarray:
 
 
 def neuron_order(target: Target, middle: np.ndarray) -> np.ndarray:
-    """The last MLP's neurons, the most important first: root mean square of the activation on ``middle`` [n, Ht]
-    times the length of what it writes."""
+    """The last MLP's neurons, the most important first: root mean square of the activation on ``middle`` [n,
+    Ht] times the length of what it writes."""
     layer, config = target.params["layers"][-1], target.config
     rows = middle[:: max(1, len(middle) // 4096)].astype(np.float32)
     x = _rms(rows, np.asarray(_norm_weight(target, layer["mlp_norm"])), config.norm_eps)

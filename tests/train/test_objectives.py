@@ -1,4 +1,4 @@
-"""Losses and alignment: against the peers' definitions, by hand, and under padding, packing and accumulation."""
+"""Losses and alignment: against the peers' definitions, by hand, and under padding and packing."""
 
 import dataclasses
 import functools
@@ -175,7 +175,8 @@ def test_rows_of_the_tight_alignment_are_those_that_happen_at_run_time():
     documents = jnp.asarray([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0]])
     supervised = jnp.asarray([[0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0, 0]], bool)
     batch = Batch(tokens, documents, jnp.zeros_like(tokens), supervised)
-    # Document 1 answers at 3..5: its first draft is row 2 (input 3, label 4), its last row 3 (input 4, label 5).
+    # Document 1 answers at 3..5: its first draft is row 2 (input 3, label 4), its last row 3 (input 4, label
+    # 5).
     assert np.flatnonzero(row_mask(batch, 0)[0]).tolist() == [2, 3, 6, 7]
     assert np.flatnonzero(row_mask(batch, 1)[0]).tolist() == [1, 2, 6]
     assert np.flatnonzero(row_mask(batch, 0, "inputs")[0]).tolist() == [2, 3, 4, 6, 7, 8]
@@ -184,11 +185,12 @@ def test_rows_of_the_tight_alignment_are_those_that_happen_at_run_time():
         row_mask(batch, 0, "tighter")
 
 
-def test_packed_documents_train_as_separate_ones(draft, steps=4):
-    """Loss and gradient of two documents in one row, with padding, are those of two rows, and of more padding."""
+def test_packed_documents_train_as_separate_ones(draft):
+    """Loss and gradient of two documents in one row, with padding, are those of two rows, and of more
+    padding."""
     config, params = draft
     together = with_summary(packed(13, 9, capacity=26))
-    objective = Objective(steps=steps, out_of_vocabulary="keep")
+    objective = Objective(steps=4, out_of_vocabulary="keep")
 
     def cut(begin, end, capacity):
         def part(x):
@@ -221,7 +223,8 @@ def test_packed_documents_train_as_separate_ones(draft, steps=4):
 
 
 def test_a_wrong_prediction_does_not_change_what_later_steps_are_fed(draft, one_document):
-    """Teacher forcing: the states of all steps are a function of the data's tokens, not of the draft's choices."""
+    """Teacher forcing: the states of all steps are a function of the data's tokens, not of the draft's
+    choices."""
     config, params = draft
     other = params.replace(weights={**params.weights, "head": -params.weights["head"]})
     found = [draft_logits((config, p), one_document) for p in (params, other)]

@@ -1,0 +1,259 @@
+"""Rows to samples to packed batches: what is supervised, what is kept, where everything lands."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from train_tools import TEMPLATE, VOCAB, byte_tokenizer
+
+from eaglejax.checkpoint.tokenizer import make_tokenizer
+from eaglejax.errors import ConfigError, RequestError
+from eaglejax.train.batch import row_mask
+from eaglejax.train.curate import (
+    Contamination,
+    decontaminate,
+    deduplicate,
+    evaluation_texts,
+    mix,
+    split_validation,
+    windows,
+)
+from eaglejax.train.packing import assemble, batch_stream, pack
+from eaglejax.train.samples import Report, Sample, preview, read_samples, samples_of_row
+from eaglejax.train.vocab import build_vocab_map, count_supervised, given_vocab_map
+
+
+def tokenizer_with(template):
+    return make_tokenizer(
+        byte_tokenizer(), eos=set(), bos=None, template=template, specials={"eos_token": "<|endoftext|>"}
+    )
+
+
+TOKENIZER = tokenizer_with(TEMPLATE)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi?"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "More"},
+    {"role": "assistant", "content": "No more."},
+]
+# Like a family that shows its reasoning block in the last turn alone, empty when there is none.
+REWRITING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMING = TEMPLATE.replace("{{ m.content }}", "{{ m.content.strip() }}")
+SHOUTING = TEMPLATE.replace("{{ m.content }}", "{{ m.content.upper() }}")
+
+
+def rows_of(row, tokenizer=TOKENIZER):
+    return samples_of_row(row, tokenizer, name="data.jsonl, line 1", vocab_size=VOCAB)
+
+
+def supervised_text(sample, tokenizer=TOKENIZER):
+    runs = np.flatnonzero(np.diff(np.r_[0, sample.supervised.astype(int), 0]))
+    return [tokenizer.decode(sample.ids[a:b].tolist()) for a, b in zip(runs[::2], runs[1::2], strict=True)]
+
+
+def sample_of(length, answers, seed=0, name="s"):
+    ids = np.random.default_rng(seed).integers(1, VOCAB, length).astype(np.int32)
+    return Sample(ids, np.arange(length) >= length - answers, name)
+
+
+def test_every_assistant_turn_and_its_end_token_are_supervised_and_nothing_else():
+    (sample,) = rows_of({"messages": CHAT})
+    assert supervised_text(sample) == ["Hello.<|im_end|>", "No more.<|im_end|>"]
+    # Up to the answer the ids are those that serving sends.
+    prompt = TOKENIZER.apply_chat_template(CHAT[:2])
+    assert sample.ids[: len(prompt)].tolist() == prompt == sample.prompt.tolist()
+
+
+def test_sharegpt_rows_mean_the_same_and_a_leading_answer_is_dropped():
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
+    (wanted,), (found,) = rows_of({"messages": CHAT}), rows_of({"id": "x", "conversations": turns})
+    assert found.key == wanted.key
+    (led,) = rows_of({"conversations": [{"from": "gpt", "value": "Ha"}, *turns[1:]]})
+    assert supervised_text(led) == ["Hello.<|im_end|>", "No more.<|im_end|>"]
+
+
+def test_a_template_that_rewrites_history_gives_one_row_a_turn_without_its_own_insertions():
+    tokenizer = tokenizer_with(REWRITING)
+    first, second = rows_of({"messages": CHAT}, tokenizer)
+    assert supervised_text(first, tokenizer) == ["Hello.<|im_end|>"]
+    assert supervised_text(second, tokenizer) == ["No more.<|im_end|>"]
+    # The second row's history is what serving would send: no reasoning block in the earlier turn.
+    assert "<think>" not in tokenizer.decode(second.ids[: len(second.ids) - 40].tolist())
+
+
+def test_a_template_that_trims_still_finds_its_answer_and_one_that_changes_it_is_refused():
+    (sample,) = rows_of(
+        {"messages": [CHAT[1], {"role": "assistant", "content": "  Yes \n"}]}, tokenizer_with(TRIMMING)
+    )
+    assert supervised_text(sample) == ["Yes<|im_end|>"]
+    with pytest.raises(RequestError, match=r"line 1.*turn 1"):
+        rows_of({"messages": [CHAT[1], {"role": "assistant", "content": "Yes"}]}, tokenizer_with(SHOUTING))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": CHAT[:2]}, "no assistant turn"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "role 'wizard'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "no text"),
+        ({"prompt_ids": [1], "completion_ids": []}, "nothing is supervised"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "equally many"),
+        ({"prompt_ids": [1], "completion_ids": [VOCAB]}, f"0..{VOCAB - 1}"),
+        ({"text": "x"}, "training row has"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_refused_with_the_row_named(row, words):
+    with pytest.raises(RequestError, match=f"line 1.*{words}"):
+        rows_of(row)
+
+
+def test_bad_rows_are_counted_and_a_file_of_nothing_else_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = {"prompt_ids": [5, 6], "completion_ids": [7, 8]}
+    path.write_text("\n".join([json.dumps(good), "{", json.dumps({"messages": CHAT[:2]})]) + "\n")
+    samples, report = read_samples(path, TOKENIZER, vocab_size=VOCAB)
+    assert (len(samples), report.rows, sum(report.dropped.values())) == (1, 3, 2)
+    assert "line 2" in report.lines()[0]
+    assert samples[0].ids.tolist() == [5, 6, 7, 8]
+    path.write_text(json.dumps({"messages": CHAT[:2]}) + "\n")
+    with pytest.raises(RequestError, match="line 1"):
+        read_samples(path, TOKENIZER, vocab_size=VOCAB)
+
+
+def test_the_preview_shows_supervised_text_in_another_style():
+    (sample,) = rows_of({"messages": CHAT})
+    shown = preview(sample, TOKENIZER)
+    green = [shown.plain[s.start : s.end] for s in shown.spans if "green" in str(s.style)]
+    assert green == supervised_text(sample)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(30, 90), st.integers(1, 30), st.integers(12, 20), st.integers(5, 8))
+def test_every_pair_of_a_cut_text_is_trained_exactly_once_at_every_step(total, answers, length, overlap):
+    sample = sample_of(total, min(answers, total - 1))
+    length, steps = min(length, total), overlap - 1
+    for step in range(steps):
+        whole = row_mask(assemble([sample], 96), step)
+        seen = np.zeros(total, int)
+        for part in windows(sample, length, overlap):
+            assert len(part) <= length
+            start = 0 if part is sample else int(part.name.split("tokens ")[1].split("-")[0])
+            rows = np.flatnonzero(row_mask(assemble([part], 96), step)[0])
+            np.add.at(seen, start + rows, 1)
+        assert seen.tolist() == np.asarray(whole[0, :total]).astype(int).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 32), min_size=1, max_size=40))
+def test_packing_places_every_sample_once_and_wastes_less_than_half(lengths):
+    rows = pack(lengths, 32)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    fill = [sum(lengths[i] for i in row) for row in rows]
+    assert max(fill) <= 32
+    assert sum(f <= 16 for f in fill) <= 1
+
+
+def test_a_packed_row_keeps_tokens_marks_and_features_together():
+    samples = [sample_of(5, 2, 1), sample_of(4, 3, 2)]
+    beside = [{"hidden": s.ids[:, None] * np.ones(3, np.float32)} for s in samples]
+    batch = assemble(samples, 12, beside)
+    assert batch.documents[0].tolist() == [1] * 5 + [2] * 4 + [0] * 3
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0]
+    assert np.array_equal(batch.hidden[0, :, 0], batch.tokens[0])
+    assert np.flatnonzero(batch.supervised[0]).tolist() == [3, 4, 6, 7, 8]
+    with pytest.raises(ConfigError, match="5 tokens do"):
+        pack([5], 4)
+
+
+def test_the_stream_goes_on_from_a_saved_position_and_reshuffles_each_epoch():
+    samples = [sample_of(6, 3, n) for n in range(10)]
+
+    def stream():
+        return batch_stream(samples, capacity=6, rows=2, seed=4)
+
+    whole = stream()
+    first = [next(whole).tokens for _ in range(3)]
+    state = whole.get_state()
+    rest = [next(whole).tokens for _ in range(7)]
+    again = stream()
+    again.set_state(json.loads(json.dumps(state)))
+    assert all(np.array_equal(a, next(again).tokens) for a in rest)
+    epochs = np.concatenate([*first, *rest])[:, 0].reshape(2, 10)
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(int(s.ids[0]) for s in samples)
+    assert epochs[0].tolist() != epochs[1].tolist()
+
+
+def test_duplicates_and_evaluation_texts_leave_with_their_count(tmp_path):
+    report = Report()
+    a, b = sample_of(8, 3, 1), sample_of(8, 3, 2)
+    other_answer = Sample(np.r_[a.ids[:5], 1, 2, 3].astype(np.int32), a.supervised, "other")
+    assert deduplicate([a, b, a, other_answer], report) == [a, b, other_answer]
+    assert deduplicate([a, b, other_answer], report, by="prompt") == [a, b]
+    path = tmp_path / "eval.jsonl"
+    long = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+    path.write_text(json.dumps({"turns": [long, "Name six words that rhyme well."]}) + "\n")
+    contamination = Contamination(evaluation_texts(path))
+    assert contamination.matches(
+        "He said: TWO three four, five six seven eight nine ten eleven twelve thirteen fourteen!"
+    )
+    assert not contamination.matches("two three four five six seven eight nine ten eleven twelve thirteen")
+    assert contamination.matches("please name six words that rhyme well")
+    assert not contamination.matches("name six words that rhyme")
+    assert Contamination(["小明有三个苹果又买了五个请问一共几个"]).matches(
+        "题：小明有三个苹果，又买了五个，请问一共几个？"
+    )
+    texts = [long, "nothing of the kind"]
+    samples = [Sample(np.asarray(TOKENIZER.encode(t), np.int32), np.ones(len(t), bool), t) for t in texts]
+    assert [s.name for s in decontaminate(samples, contamination, TOKENIZER, report)] == texts[1:]
+    assert sum(report.dropped.values()) == 3
+    path.write_text('{"question": "x"}\n')
+    with pytest.raises(ConfigError, match="line 1 has neither"):
+        evaluation_texts(path)
+
+
+def test_mixing_keeps_the_proportions_and_repeats_only_when_told():
+    sources = {
+        "a": [sample_of(4, 1, n, "a") for n in range(30)],
+        "b": [sample_of(4, 1, n, "b") for n in range(9)],
+    }
+    once = mix(sources, {"a": 2, "b": 1}, seed=1)
+    assert [sum(s.name == n for s in once) for n in "ab"] == [18, 9]
+    assert len({id(s) for s in once}) == 27
+    assert [id(s) for s in once] == [id(s) for s in mix(sources, {"a": 2, "b": 1}, seed=1)]
+    more = mix(sources, {"a": 1, "b": 1}, seed=1, total=40)
+    assert [sum(s.name == n for s in more) for n in "ab"] == [20, 20]
+    with pytest.raises(ConfigError, match="positive"):
+        mix(sources, {"a": 1, "b": 0}, seed=1)
+    with pytest.raises(ConfigError, match="differ in c"):
+        mix(sources, {"a": 1, "b": 1, "c": 1}, seed=1)
+
+
+def test_the_same_prompt_is_always_on_the_same_side():
+    samples = [sample_of(8, 3, n % 50) for n in range(100)]
+    train, held = split_validation(samples, 0.3)
+    assert len(train) + len(held) == 100
+    assert not {s.key for s in train} & {s.key for s in held}
+    assert {s.key for s in split_validation(samples[:10], 0.3)[1]} <= {s.key for s in held}
+
+
+def test_the_vocabulary_holds_what_is_supervised_most_and_reports_its_coverage():
+    sample = Sample(np.asarray([9, 9, 5, 5, 5, 7, 3], np.int32), np.asarray([1, 0, 1, 1, 1, 1, 1], bool), "s")
+    counts = count_supervised([sample], 12)
+    assert (counts[5], counts[9]) == (3, 1)
+    found = build_vocab_map(counts, 2, tokenizer_hash="t")
+    assert found.ids.tolist() == [3, 5]
+    assert found.coverage == pytest.approx(4 / 6)
+    # More places than distinct tokens: filled with the lowest ids.
+    assert build_vocab_map(counts, 6, tokenizer_hash="t").ids.tolist() == [0, 1, 3, 5, 7, 9]
+    assert found.key != build_vocab_map(counts, 2, tokenizer_hash="u").key
+    assert given_vocab_map(np.asarray([5, 9]), counts).coverage == pytest.approx(4 / 6)
+    with pytest.raises(ConfigError, match=r"1\.\.12"):
+        build_vocab_map(counts, 13, tokenizer_hash="t")
