@@ -1,10 +1,10 @@
 """Lossless EAGLE-family speculative decoding in JAX.
 
-    import eaglejax as ej
+import eaglejax as ej
 
-    target = ej.load_target("demo")
-    out = ej.generate(target, "def fibonacci(n):", proposer=ej.NGram(length=8), max_new_tokens=64)
-    print(out.text, out.stats.mean_acceptance_length)
+target = ej.load_target("demo")
+out = ej.generate(target, "def fibonacci(n):", proposer=ej.NGram(length=8), max_new_tokens=64)
+print(out.text, out.stats.mean_acceptance_length)
 """
 
 from eaglejax import devices
@@ -13,12 +13,19 @@ from eaglejax import devices
 devices.prepare()
 
 from eaglejax.api import generate, stream  # noqa: E402
+from eaglejax.checkpoint.draft_model import load_draft_model  # noqa: E402
+from eaglejax.checkpoint.eagle import load_draft  # noqa: E402
+from eaglejax.checkpoint.target import load_target  # noqa: E402
 from eaglejax.drafts.autoregressive import Autoregressive  # noqa: E402
 from eaglejax.drafts.base import Bound  # noqa: E402
+from eaglejax.drafts.draft_model import DraftModel  # noqa: E402
+from eaglejax.drafts.eagle import Eagle  # noqa: E402
+from eaglejax.drafts.eagle_tree import DynamicTree  # noqa: E402
 from eaglejax.drafts.ngram import NGram  # noqa: E402
 from eaglejax.drafts.prediction import Prediction  # noqa: E402
+from eaglejax.drafts.tree import StaticTree, chain, from_choices  # noqa: E402
 from eaglejax.errors import EaglejaxError  # noqa: E402
-from eaglejax.models.target import Target, load_target, random_target  # noqa: E402
+from eaglejax.models.target import Target, random_target  # noqa: E402
 from eaglejax.sampling import Sampling  # noqa: E402
 from eaglejax.speculate.generate import Generation, Piece  # noqa: E402
 
@@ -27,14 +34,22 @@ __version__ = "0.1.0"
 __all__ = [
     "Autoregressive",
     "Bound",
+    "DraftModel",
+    "DynamicTree",
+    "Eagle",
     "EaglejaxError",
     "Generation",
     "NGram",
     "Piece",
     "Prediction",
     "Sampling",
+    "StaticTree",
     "Target",
+    "chain",
+    "from_choices",
     "generate",
+    "load_draft",
+    "load_draft_model",
     "load_target",
     "random_target",
     "stream",

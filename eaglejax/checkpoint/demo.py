@@ -63,6 +63,9 @@ DEMOS: dict[str, Demo] = {
 }
 """Words that stand for a target, with what they name."""
 
+DEMO_DRAFTS: dict[str, Path] = {"demo": Path(__file__).parents[1] / "drafts" / "data" / "demo"}
+"""Words that stand for an EAGLE draft, with the folder of the package that holds it."""
+
 
 def demo_path(word: str) -> Path:
     """The local file of a demonstration model, downloaded on the first call.
@@ -97,6 +100,18 @@ def demo_path(word: str) -> Path:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return final
+
+
+def demo_draft(word: str) -> Path:
+    """The folder of the draft that ships for a demonstration model; raises ``CheckpointError`` when this
+    package holds none."""
+    folder = DEMO_DRAFTS[word]
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"no EAGLE draft for {word!r} ships with this version of eaglejax ({folder} is missing); name a "
+            "folder or a Hub id, or use a method without a draft (ngram)"
+        )
+    return folder
 
 
 def sha256_of(path: Path) -> str:

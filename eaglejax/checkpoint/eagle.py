@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eaglejax.checkpoint.demo import DEMO_DRAFTS, demo_draft
 from eaglejax.checkpoint.eagle_names import BIN, IGNORABLE, rules
 from eaglejax.checkpoint.eagle_read import AuxConvention, DraftFile, read_draft
 from eaglejax.checkpoint.sources import resolve
@@ -24,11 +25,14 @@ from eaglejax.models.target import Target, weight_dtype
 
 
 def draft_folder(spec: str | os.PathLike[str]) -> Path:
-    """The folder of a draft: an existing one, or a Hub id (owner/name, optionally @revision), downloaded.
+    """The folder of a draft: the shipped one (``demo``), an existing one, or a Hub id (owner/name, optionally
+    @revision), downloaded.
 
     Published drafts may be pickles (``pytorch_model.bin``), which are fetched when there is nothing else;
     they are read without being run. Raises CheckpointError.
     """
+    if os.fspath(spec) in DEMO_DRAFTS:
+        return demo_draft(os.fspath(spec))
     source = resolve(spec)
     if source.kind != "folder":
         raise CheckpointError(

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from eaglejax.devices import compile_cache
 from eaglejax.errors import CheckpointError
 
 
 def cache_dir() -> Path:
-    """Where downloads and converted weights are kept: ``$EAGLEJAX_CACHE``, else ``~/.cache/eaglejax``."""
-    return Path(os.environ.get("EAGLEJAX_CACHE") or "~/.cache/eaglejax").expanduser()
+    """Where downloads and converted weights are kept: eaglejax's home, beside the compiled programs."""
+    return compile_cache.home(os.environ)
 
 
 @contextlib.contextmanager

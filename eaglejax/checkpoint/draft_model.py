@@ -1,0 +1,50 @@
+"""Loading a smaller model as a draft, and telling such a model from an EAGLE draft."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from eaglejax.checkpoint.demo import DEMO_DRAFTS
+from eaglejax.checkpoint.eagle import draft_folder
+from eaglejax.checkpoint.eagle_names import plain_name
+from eaglejax.checkpoint.hf import open_weights
+from eaglejax.checkpoint.sources import Spec, resolve
+from eaglejax.drafts.base import Bound
+from eaglejax.drafts.draft_model import DraftModel
+from eaglejax.errors import MismatchError
+from eaglejax.checkpoint.target import load_target
+from eaglejax.models.target import Target
+
+
+def load_draft_model(spec: Spec, target: Target, *, length: int = 4, dtype: Any = None) -> Bound:
+    """A smaller model with the target's tokenizer, ready for ``generate(..., proposer=...)``.
+
+    ``spec``: as for ``load_target``. ``length``: drafts a round. ``dtype``: of its weights (None: the
+    target's). Raises MismatchError where the two tokenizers are not the same, RequestError where one has
+    none, CheckpointError for files that cannot be read and ConfigError for a length below 1.
+    """
+    draft = load_target(spec, dtype=target.dtype if dtype is None else dtype)
+    if draft.need_tokenizer().hash != target.need_tokenizer().hash:
+        raise MismatchError(
+            f"the draft {draft.name} has another tokenizer than the target {target.name}; their token ids "
+            "mean different text. Name a draft of the same family"
+        )
+    proposer = DraftModel(draft.config, length=length, vocab_size=target.config.vocab_size)
+    return Bound(proposer, draft.params)
+
+
+def is_eagle(spec: Spec) -> bool:
+    """Whether ``spec`` is an EAGLE draft and not a whole model, by its tensors: every EAGLE draft has ``fc``.
+
+    Downloads what a Hub id names. Raises CheckpointError where there is nothing of that name.
+    """
+    if os.fspath(spec) in DEMO_DRAFTS:
+        return True
+    if resolve(spec).kind == "gguf":
+        return False
+    folder = draft_folder(spec)
+    if not any(folder.glob("*.safetensors")):
+        # Whole models are read from safetensors alone.
+        return True
+    return any(plain_name(name) == "fc.weight" for name in open_weights(folder).names())
