@@ -18,6 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.quant_matmul.packing import nibbles
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 256, 512, 1024
+_RESIDENT_BYTES = 2 << 20  # of activations kept in VMEM for all of K, so that they are read once
+_LANES = 128
 _SUBLANES = 32  # rows of an 8-bit tile
 
 
@@ -54,8 +56,10 @@ def _kernel(x_ref, w_ref, w_scale_ref, *refs, packed: bool, integer: bool, group
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    for unit in range(x_ref.shape[0]):
-        x = x_ref[unit]
+    units = w_ref.shape[0]
+    first = step * units if x_ref.shape[0] > units else 0
+    for unit in range(units):
+        x = x_ref[first + unit]
         w = w_ref[unit]
         if packed:
             w = jnp.concatenate(nibbles(w), axis=0)
@@ -70,7 +74,7 @@ def _kernel(x_ref, w_ref, w_scale_ref, *refs, packed: bool, integer: bool, group
             precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         )
         if grouped:
-            acc_ref[...] += product.astype(jnp.float32) * w_scale_ref[unit]
+            acc_ref[...] += product.astype(jnp.float32) * w_scale_ref[pl.ds(step * units + unit, 1)]
         else:
             acc_ref[...] += product.astype(acc_ref.dtype)
 
@@ -78,7 +82,7 @@ def _kernel(x_ref, w_ref, w_scale_ref, *refs, packed: bool, integer: bool, group
     def _():
         out = acc_ref[...].astype(jnp.float32)
         if not grouped:
-            out *= w_scale_ref[0]
+            out *= w_scale_ref[...]
         for x_scale_ref in x_scale_refs:
             out *= x_scale_ref[...]
         out_ref[...] = out.astype(out_ref.dtype)
@@ -107,18 +111,20 @@ def quant_matmul_tpu(
     stride = next(s for s in range(max(1, _BLOCK_K // unit), 0, -1) if units % s == 0)
     block_m, block_n = min(m, _BLOCK_M), min(n, _BLOCK_N)
     integer = x_scale is not None
+    resident = units * block_m * max(unit, _LANES) * x.dtype.itemsize <= _RESIDENT_BYTES
 
     if packed:
         x = jnp.swapaxes(x.reshape(m, units, unit // 2, 2), 2, 3)
     x_units = jnp.moveaxis(x.reshape(m, units, unit), 1, 0)
     w_units = w.reshape(units, -1, n)
-    w_scales = w_scale.astype(jnp.float32)[:, None]
 
-    operands = [x_units, w_units, w_scales]
+    operands = [x_units, w_units, w_scale.astype(jnp.float32)]
     in_specs = [
-        pl.BlockSpec((stride, block_m, unit), lambda i, j, s: (s, i, 0)),
+        pl.BlockSpec((units, block_m, unit), lambda i, j, s: (0, i, 0))
+        if resident
+        else pl.BlockSpec((stride, block_m, unit), lambda i, j, s: (s, i, 0)),
         pl.BlockSpec((stride, w_units.shape[1], block_n), lambda i, j, s: (s, 0, j)),
-        pl.BlockSpec((stride if grouped else 1, 1, block_n), lambda i, j, s: (s if grouped else 0, 0, j)),
+        pl.BlockSpec((w_scale.shape[0], block_n), lambda i, j, s: (0, j)),
     ]
     if x_scale is not None:
         operands.append(x_scale.astype(jnp.float32)[:, None])
@@ -137,7 +143,7 @@ def quant_matmul_tpu(
         cost_estimate=pl.CostEstimate(
             flops=2 * m * n * k,
             transcendentals=0,
-            bytes_accessed=x.nbytes * pl.cdiv(n, block_n)
+            bytes_accessed=x.nbytes * (1 if resident else pl.cdiv(n, block_n))
             + w.nbytes * pl.cdiv(m, block_m)
             + w_scale.nbytes
             + m * n * out_dtype.itemsize,

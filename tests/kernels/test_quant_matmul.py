@@ -93,6 +93,12 @@ def test_integer_products_in_bfloat16_are_the_same(form):
     np.testing.assert_array_equal(int8, bfloat16)
 
 
+def test_activations_too_large_to_stay_in_vmem():
+    arguments, want = make_problem(**FORMS["W4A16 grouped"], rows=256, k=4096, n=128)
+    got = multiply(arguments, implementation="tpu")
+    np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
+
+
 def test_bfloat16_activations():
     arguments, want = make_problem(**FORMS["W4A16 grouped"], dtype=jnp.bfloat16)
     for implementation in ("xla", "tpu"):
