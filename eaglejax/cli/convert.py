@@ -12,8 +12,8 @@ import tyro
 from eaglejax.checkpoint.eagle import draft_folder, draft_plan
 from eaglejax.checkpoint.eagle_read import AuxConvention, read_draft
 from eaglejax.checkpoint.eagle_write import FormName, tensors_of_file, write_draft
+from eaglejax.checkpoint.target import load_target
 from eaglejax.cli import show
-from eaglejax.models.target import load_target
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,8 @@ class Features:
 
     def run(self) -> int:
         """The command."""
+        from eaglejax.checkpoint.target import load_target
         from eaglejax.drafts.eagle_config import default_boundaries
-        from eaglejax.models.target import load_target
         from eaglejax.train.feature_cache import write_features
         from eaglejax.train.prepare import prepare_data
         from eaglejax.train.settings import load_settings

@@ -46,7 +46,7 @@ class Regenerate:
     def run(self) -> int:
         """The command. Exit status 1 when some row failed."""
         from eaglejax.checkpoint.eagle import load_draft
-        from eaglejax.models.target import load_target
+        from eaglejax.checkpoint.target import load_target
         from eaglejax.train.regenerate import RegenerateOptions, read_prompt_rows, regenerate
 
         fields = {f.name for f in dataclasses.fields(RegenerateOptions)}

@@ -32,7 +32,7 @@ class Train:
 
     def run(self) -> int:
         """The command. Exit status 1 when the run was interrupted; the same command goes on."""
-        from eaglejax.models.target import load_target
+        from eaglejax.checkpoint.target import load_target
         from eaglejax.train.plan import make_plan
         from eaglejax.train.plots import plot_run
         from eaglejax.train.prepare import prepare_data, prepare_draft

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.gguf import load_gguf
-from eaglejax.checkpoint.hf import load_folder
-from eaglejax.checkpoint.sources import Source, Spec, resolve
-from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
-from eaglejax.errors import ConfigError, MismatchError, RequestError
+from eaglejax.errors import ConfigError, RequestError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import init_params
+
+if TYPE_CHECKING:
+    from eaglejax.checkpoint.sources import Source
+    from eaglejax.checkpoint.tokenizer import Tokenizer
 
 DTYPES = ("bfloat16", "float32", "float16")
 """Dtypes that weights are held in."""
@@ -55,38 +55,6 @@ class Target:
         return self.tokenizer
 
 
-def load_target(source: Spec | Source, *, dtype: Any = None, context: int | None = None) -> Target:
-    """Load a model with its tokenizer.
-
-    ``source``: see ``checkpoint.sources.resolve``. ``dtype``: one of ``DTYPES``, default bfloat16.
-    ``context``: at most the positions the model was made for, which is the default; rotary kinds that depend
-    on the length are evaluated for it. Raises ``CheckpointError``, ``ConfigError`` or ``MismatchError``
-    naming what is wrong.
-    """
-    dtype = weight_dtype(dtype)
-    found = source if isinstance(source, Source) else resolve(source)
-    if found.kind == "gguf":
-        config, params, tokenizer = load_gguf(found.path, dtype, context=context)
-    else:
-        config, params = load_folder(found.path, dtype, context=context)
-        tokenizer = load_tokenizer(found.path)
-    over = [i for i in (*tokenizer.eos_ids, tokenizer.vocab_size - 1) if i >= config.vocab_size]
-    if over:
-        raise MismatchError(
-            f"the tokenizer of {found.path} has id {max(over)}, the model only {config.vocab_size} ids; "
-            "they do not belong together"
-        )
-    return Target(
-        config=config,
-        params=params,
-        dtype=dtype,
-        context=_context(context, config),
-        tokenizer=tokenizer,
-        source=found,
-        eos_ids=tokenizer.eos_ids,
-    )
-
-
 def random_target(
     config: ModelConfig, seed: int = 0, dtype: Any = "float32", eos_ids: tuple[int, ...] = ()
 ) -> Target:
@@ -106,17 +74,3 @@ def weight_dtype(dtype: Any) -> np.dtype:
     if found.name not in DTYPES:
         raise ConfigError(f"dtype {found.name} is not supported for weights; use one of {', '.join(DTYPES)}")
     return found
-
-
-def _context(context: int | None, config: ModelConfig) -> int:
-    """The longest sequence: what was asked for, within what the rotary scaling can stretch to."""
-    if context is None:
-        return config.max_position
-    rope, most = config.rope, config.max_position
-    if rope.kind in ("linear", "dynamic", "yarn"):
-        most = max(most, int((rope.original_max_position or most) * rope.factor))
-    if not 1 <= context <= most:
-        raise ConfigError(
-            f"context {context} must be between 1 and {most}, the positions this model can have"
-        )
-    return context

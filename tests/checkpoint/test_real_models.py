@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from eaglejax.checkpoint.sources import resolve
+from eaglejax.checkpoint.target import load_target
 from eaglejax.errors import CheckpointError
 from eaglejax.models import decoder
-from eaglejax.models.target import load_target
 
 TEXTS = {
     "english": (

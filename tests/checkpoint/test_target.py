@@ -13,9 +13,10 @@ import pytest
 import transformers
 
 from eaglejax.checkpoint.sources import resolve
+from eaglejax.checkpoint.target import load_target
 from eaglejax.errors import ConfigError, MismatchError, RequestError
 from eaglejax.models import decoder
-from eaglejax.models.target import load_target, random_target
+from eaglejax.models.target import random_target
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from train_tools import tiny_folder
 
-from eaglejax.models.target import load_target
+from eaglejax.checkpoint.target import load_target
 
 
 @pytest.fixture(scope="session")
