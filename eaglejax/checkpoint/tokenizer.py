@@ -48,6 +48,11 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of control tokens: they steer the model and are no part of a text."""
+        return frozenset(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special)
+
+    @functools.cached_property
     def hash(self) -> str:
         """Fingerprint of what every id means: SHA-256 over the sorted (id, token) pairs, hexadecimal.
 

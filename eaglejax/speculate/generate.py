@@ -67,7 +67,8 @@ class DecodeOptions:
 class Generation:
     """What came of a request.
 
-    ``token_ids`` include the end-of-text id that stopped it; ``text`` does not. ``finish_reason``: "stop"
+    ``token_ids`` include the end-of-text id that stopped it; ``text`` holds neither it nor any other control
+    token. ``finish_reason``: "stop"
     (end of text or a stop string), "length" (max_new_tokens or the context limit), "error" (see ``error``).
     ``logprobs``: one per token under the target's untransformed law, or None when not asked for.
     ``prompt_tokens``: length of the prompt.
@@ -84,7 +85,11 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Newly settled text and tokens of a row while it streams."""
+    """Newly settled text and tokens of a row while it streams.
+
+    The texts of a row's pieces joined are its Generation's text. Their ``token_ids`` joined begin with the
+    Generation's and may go on: tokens are handed out before it is known that a stop string begins in them.
+    """
 
     row: int
     text: str
@@ -116,7 +121,7 @@ def check_request(request: Request, context: int, vocab_size: int) -> None:
 class _Row:
     """Books of one row."""
 
-    def __init__(self, request: Request, tokenizer: Any, logprobs: bool) -> None:
+    def __init__(self, request: Request, tokenizer: Any, eos: frozenset[int], logprobs: bool) -> None:
         self.request = request
         self.tokens: list[int] = []
         self.logprobs: list[float] | None = [] if logprobs else None
@@ -126,7 +131,7 @@ class _Row:
         self.seconds = 0.0
         self.stopped = False
         self.error: str | None = None
-        self.text = TextStream(tokenizer, request.stop) if tokenizer is not None else None
+        self.text = TextStream(tokenizer, request.stop, eos) if tokenizer is not None else None
         self.shown = 0
         self.shown_tokens = 0
 
@@ -211,7 +216,7 @@ class BatchDecoder:
         self._eos = frozenset() if options.ignore_eos else frozenset(target.eos_ids)
         self._rounds_a_chunk = options.rounds_a_chunk
         self._cache_dtype = jnp.dtype(options.cache_dtype or target.dtype)
-        self._rows = [_Row(r, target.tokenizer, options.logprobs) for r in self._requests]
+        self._rows = [_Row(r, target.tokenizer, self._eos, options.logprobs) for r in self._requests]
 
         longest = max(len(r.prompt) for r in self._requests)
         self._width = min(power_of_two(options.prefill_width, 1), power_of_two(longest, 16))

@@ -7,14 +7,17 @@ so that the output ends where autoregressive decoding would have ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Decodes(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The part of a tokenizer that is needed here. ``special_ids``: control tokens, which have no text."""
+
+    @property
+    def special_ids(self) -> Collection[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -23,21 +26,28 @@ class TextStream:
     """Text of a growing token list.
 
     Decodes a short window that starts at a token border where text was complete, so that the cost of a token
-    does not grow with the text and word-initial spaces survive.
+    does not grow with the text and word-initial spaces survive. Control tokens and the ids ``hidden`` (ends of
+    text) add no text.
     """
 
-    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Decodes, stop: Sequence[str] = (), hidden: Collection[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._hidden = frozenset(tokenizer.special_ids) | frozenset(hidden)
         self._stop = tuple(stop)
-        self._ids: list[int] = []
+        self._ids: list[int] = []  # those that have text
         self._window = 0  # first token of the window
         self._done = 0  # tokens whose text is settled
         self._settled = ""
-        self._ends: list[int] = []  # settled characters after each token
+        self._ends: list[int] = []  # settled characters after each token, hidden ones included
         self.stopped_at: int | None = None  # characters of text before the stop string
 
     def push(self, token: int) -> bool:
         """Add a token; True when its text completes a stop string."""
+        if token in self._hidden:
+            self._ends.append(len(self._settled))
+            return False
         self._ids.append(token)
         before = self._tokenizer.decode(self._ids[self._window : self._done])
         after = self._tokenizer.decode(self._ids[self._window :])
@@ -85,7 +95,7 @@ class TextStream:
     def kept_tokens(self) -> int:
         """Tokens the text needs: the shortest prefix that covers what stands before the stop string."""
         if self.stopped_at is None:
-            return len(self._ids)
+            return len(self._ends)
         if self.stopped_at == 0:
             return 0
         return next(i + 1 for i, end in enumerate(self._ends) if end >= self.stopped_at)

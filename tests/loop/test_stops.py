@@ -55,6 +55,7 @@ class PieceTokenizer:
     """Tokens are byte strings; in SHARDS some are parts of a character, which need not come out whole."""
 
     pieces: tuple[bytes, ...]
+    special_ids: frozenset[int] = frozenset()
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self.pieces[i] for i in ids).decode("utf-8", errors="replace")
