@@ -17,17 +17,16 @@ def choose(op: str, implementation: str, refusals: Mapping[str, str | None]) -> 
 
     Args:
       op: name of the operation, for messages.
-      implementation: what the caller asked for. "auto" takes the kernel of the default backend when it
-        accepts the arguments and "xla" otherwise; any other name is taken or refused, never replaced.
+      implementation: what the caller asked for. "auto" takes the TPU kernel on a TPU when it accepts the
+        arguments and "xla" otherwise; any other name is taken or refused, never replaced.
       refusals: for each implementation the operation has, None or why it does not take these arguments.
 
     Raises:
       KernelError: unknown name, or the named implementation refuses; names those that accept.
     """
     if implementation == "auto":
-        backend = jax.default_backend()
-        kernel = backend if backend in refusals and (backend != "gpu" or _has_hopper()) else "xla"
-        return kernel if refusals[kernel] is None else "xla"
+        # The GPU kernels have run in simulation alone, so they are taken by name only.
+        return "tpu" if jax.default_backend() == "tpu" and refusals.get("tpu", "") is None else "xla"
     accepted = [name for name, refusal in refusals.items() if refusal is None]
     if implementation not in refusals:
         raise KernelError(
@@ -39,11 +38,6 @@ def choose(op: str, implementation: str, refusals: Mapping[str, str | None]) -> 
             f"{op}: implementation {implementation!r} {refusal}; these arguments run on {accepted}"
         )
     return implementation
-
-
-def _has_hopper() -> bool:
-    # The kernels use wgmma, which only compute capability 9.x has.
-    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
 
 
 def resolve_interpret(op: str, chosen: str, interpret: Interpret) -> Interpret:

@@ -70,7 +70,7 @@ def tree_attention(
       out_dtype: dtype of the output, q's by default. Ask for float32 when the result is to be merged.
       block_kv: slots a kernel handles at a time; chosen by heuristic when None. Pages fix it to their own
         size.
-      implementation: "xla" everywhere, "tpu" and "gpu" (Hopper) kernels, or "auto".
+      implementation: "xla" everywhere, "tpu" and "gpu" (Hopper) kernels, or "auto", see `choose`.
       interpret: see `kernels_pallas.dispatch.resolve_interpret`.
 
     Returns:
