@@ -29,7 +29,7 @@ class Teacher:
 
 
 def teacher(logits: jax.Array, log_norm: jax.Array | None = None) -> Teacher:
-    """From target ``logits`` [..., Vd] of the draft's tokens and the log-sum-exp of all V logits, if known."""
+    """From target ``logits`` [..., Vd] of the draft's tokens and all V logits' log-sum-exp, if known."""
     logits = logits.astype(jnp.float32)
     reach = jax.nn.logsumexp(logits, axis=-1)
     inside = jnp.ones_like(reach) if log_norm is None else jnp.exp(jnp.minimum(reach - log_norm, 0.0))

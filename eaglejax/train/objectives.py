@@ -200,7 +200,7 @@ def objective_loss(
 
 
 def trained_rows(objective: Objective, head: Head, batch: Batch) -> jax.Array:
-    """Denominators [K] f32 of one micro-batch under the objective's normaliser; to be summed over the update."""
+    """Denominators [K] f32 of one micro-batch under the normaliser; to be summed over the update."""
     if objective.normaliser == "positions":
         return jnp.full((objective.steps,), float(batch.tokens.size), jnp.float32)
     known = None

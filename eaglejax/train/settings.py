@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """One file of training rows. ``weight``: its share of the mixture; ``limit``: read the first rows only."""
+    """One file of training rows. ``weight``: its share of the mixture; ``limit``: first rows read."""
 
     path: str
     weight: float = 1.0

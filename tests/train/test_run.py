@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from eaglejax.api import generate
 from eaglejax.checkpoint.eagle import load_draft
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import EaglejaxError, MismatchError
+from eaglejax.train import trainer as module
 from eaglejax.train.objectives import Objective
+from eaglejax.train.optimizers import optimizer
 from eaglejax.train.prepare import prepare_data, prepare_draft
 from eaglejax.train.run_checkpoints import RunCheckpoints
 from eaglejax.train.settings import (
@@ -26,6 +29,7 @@ from eaglejax.train.settings import (
     load_settings,
     to_toml,
 )
+from eaglejax.train.state import init_state
 from eaglejax.train.trainer import Trainer
 
 
@@ -35,7 +39,7 @@ def settings_for(folder, rows_file, out, **run):
         target_dtype="float32",
         out=str(out),
         data=DataSettings(train=(SourceFile(str(rows_file)),), row_tokens=64, overlap=8, validation=0.2),
-        draft=DraftSettings(aux=(1, 2, 4), vocab=64, intermediate_size=24),
+        draft=DraftSettings(aux=(2, 3, 4), vocab=64, intermediate_size=24),
         objective=Objective(steps=2, out_of_vocabulary="keep"),
         optimizer=OptimizerSettings(learning_rate=1e-2, warmup=2),
         run=RunSettings(
@@ -112,21 +116,19 @@ def test_a_killed_run_goes_on_bit_for_bit(prepared, whole, target, tmp_path):
     assert first.updates == 4
     second = Trainer(other, target, data, draft).run()
     assert second.updates == 7
-    states = []
-    for out in (settings.out, other.out):
-        trainer = Trainer(settings, target, data, draft)
-        from eaglejax.train.state import init_state
+    like = init_state(draft.weights, optimizer(settings.optimizer, settings.run.updates))
+    binds = json.loads((whole_folder(settings) / "update-00000007" / "run.json").read_text())["binds"]
+    states = [RunCheckpoints(whole_folder(s), binds, 2).restore(like, 7).state for s in (settings, other)]
+    assert leaves_equal(*states)
+    assert rates_of(other)[6] == rates_of(settings)[6]
 
-        like = init_state(draft.weights, trainer._transform)
-        states.append(
-            RunCheckpoints(trainer.out.__class__(out) / "checkpoints", trainer._binds(), 2).restore(like, 7)
-        )
-    assert leaves_equal(states[0].state, states[1].state)
-    rates = {row["update"]: row["learning_rate"] for row in read_log(other.out) if "learning_rate" in row}
-    assert (
-        rates[6]
-        == {r["update"]: r["learning_rate"] for r in read_log(settings.out) if "learning_rate" in r}[6]
-    )
+
+def whole_folder(settings):
+    return Path(settings.out) / "checkpoints"
+
+
+def rates_of(settings):
+    return {row["update"]: row["learning_rate"] for row in read_log(settings.out) if "learning_rate" in row}
 
 
 def test_checkpoints_of_another_run_are_refused_by_name(prepared, whole, target):
@@ -149,18 +151,16 @@ def test_resolved_settings_read_back_equal(whole, tmp_path):
 def test_a_document_with_nan_features_is_left_out_and_a_hopeless_run_stops(
     prepared, target, tmp_path, monkeypatch
 ):
-    from eaglejax.train import trainer as module
-
     settings, data, draft = prepared
     real = module.with_features
 
-    def poisoned(target, batch, aux, *, rows):
+    def poisoned(target, batch, aux):
         found = real(target, batch, aux)
         bad = np.asarray(found.aux).copy()
-        bad[rows, 1, 0, 0] = np.nan
+        bad[0, 1, 0, 0] = np.nan
         return found.replace(aux=bad)
 
-    monkeypatch.setattr(module, "with_features", lambda t, b, a: poisoned(t, b, a, rows=0))
+    monkeypatch.setattr(module, "with_features", poisoned)
     out = dataclasses.replace(settings, out=str(tmp_path / "one"))
     quick = dataclasses.replace(
         out, run=dataclasses.replace(out.run, updates=3, decode_prompts=0, evaluate_every=100, log_every=1)
@@ -171,19 +171,13 @@ def test_a_document_with_nan_features_is_left_out_and_a_hopeless_run_stops(
     assert last["skipped_updates"] == 0
     assert np.isfinite(last["train/objective"])
 
-    nan = real(
-        target,
-        module.shard_batch(next(Trainer(quick, target, data, draft)._stream()), module.data_mesh()),
-        (1, 2, 4),
+    def hopeless(target, batch, aux):
+        found = real(target, batch, aux)
+        return found.replace(hidden=np.full(found.hidden.shape, np.nan, np.float32))
+
+    monkeypatch.setattr(module, "with_features", hopeless)
+    stopping = dataclasses.replace(
+        quick, out=str(tmp_path / "all"), run=dataclasses.replace(quick.run, most_skipped=2)
     )
-    nan = nan.replace(hidden=np.full(nan.hidden.shape, np.nan, np.float32))
-    monkeypatch.setattr(module, "with_features", lambda t, b, a: nan)
-    hopeless = dataclasses.replace(
-        quick,
-        out=str(tmp_path / "all"),
-        data=dataclasses.replace(quick.data),
-        run=dataclasses.replace(quick.run, most_skipped=2),
-    )
-    empty = dataclasses.replace(data, validation=[])
     with pytest.raises(EaglejaxError, match="2 updates in a row"):
-        Trainer(hopeless, target, empty, draft).run()
+        Trainer(stopping, target, dataclasses.replace(data, validation=[]), draft).run()

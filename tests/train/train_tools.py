@@ -90,7 +90,7 @@ def draft_config(**changes):
         "num_kv_heads": HEADS // 2,
         "head_dim": HEAD_DIM,
         "num_aux": 3,
-        "aux": (1, 2, 4),
+        "aux": (2, 3, 4),
         "head_norm": True,
         "own_head": True,
     }

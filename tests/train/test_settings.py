@@ -1,0 +1,153 @@
+"""Settings, schedules, logs and plots."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from eaglejax.errors import ConfigError
+from eaglejax.train.logs import JsonLog, TensorBoardLog, crc32c
+from eaglejax.train.optimizers import schedule
+from eaglejax.train.plots import plot_run, read_scalars
+from eaglejax.train.settings import OptimizerSettings, TrainSettings, load_settings, override, parse, to_toml
+
+GOOD = """
+target = "demo"
+out = "runs/a"
+[data]
+train = [{ path = "a.jsonl", weight = 2 }, { path = "b.jsonl" }]
+[draft]
+aux = [2, 12, 24]
+vocab = 8192
+[objective]
+steps = 3
+[optimizer]
+learning_rate = 1e-3
+"""
+
+
+def written(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_is_read_with_overrides_and_written_back_equal(tmp_path):
+    path = written(tmp_path, GOOD)
+    found = load_settings(
+        path, ["draft.vocab=none", "run.updates=500", "objective.step_weights=[1.0, 0.5, 0.25]"]
+    )
+    assert found.data.train[0].weight == 2.0
+    assert found.draft.aux == (2, 12, 24)
+    assert found.draft.vocab is None
+    assert found.objective.weights == (1.0, 0.5, 0.25)
+    assert load_settings(written(tmp_path, to_toml(found))) == found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("run.update=3", r"unknown key run\.update;.*updates"),
+        ("run.updates=many", r"run\.updates is 'many'; it must be of type int"),
+        ("run.remat=1", r"run\.remat is 1; it must be of type bool"),
+        ("data.train=a.jsonl", r"data\.train is a list"),
+        ("data.train=[{path=1}]", r"data\.train\[0\]\.path is 1"),
+        ("objective.loss=l2", "soft_ce"),
+        ("optimizer.name=sgd", "'adamw', 'muon'"),
+        ("optimizer.warmup=1000", "leaves nothing"),
+        ("data.overlap=3", "too small"),
+        ("objective.algorithm=eagle1", "hass"),
+        ("out=", "out is not set"),
+        ("run=3", "not a section|is a section"),
+        ("nonsense", "section.key=value"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(tmp_path, change, words):
+    with pytest.raises(ConfigError, match=words):
+        load_settings(written(tmp_path, GOOD), [change])
+
+
+def test_overrides_of_what_is_no_section_and_broken_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="target is not a section"):
+        override({"target": "demo"}, "target.x=1")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_settings(written(tmp_path, "a = [1,"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_settings(tmp_path / "none.toml")
+    assert parse(TrainSettings, {}) == TrainSettings()
+
+
+@pytest.mark.parametrize(("kind", "middle"), [("cosine", 0.5 * 1.1), ("linear", 0.55), ("constant", 1.0)])
+def test_the_rate_warms_up_and_falls_to_its_floor(kind, middle):
+    rate = schedule(OptimizerSettings(learning_rate=1.0, warmup=10, schedule=kind, final=0.1), 110)
+    assert float(rate(0)) == pytest.approx(1 / 11)
+    assert float(rate(10)) == pytest.approx(1.0)
+    assert float(rate(60)) == pytest.approx(middle, abs=1e-6)
+    assert float(rate(110)) == pytest.approx(1.0 if kind == "constant" else 0.1)
+
+
+def test_event_files_are_what_tensorboard_reads(tmp_path):
+    """Parsed back by the format's own rules: framing, checksums, protocol-buffer fields."""
+    assert crc32c(b"123456789") == 0xE3069283
+    log = TensorBoardLog(tmp_path)
+    log.write(300, {"loss": 1.5, "accuracy": [0.25, 0.5], "text": "x"})
+    log.close()
+    (path,) = tmp_path.iterdir()
+    data, records = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        records.append(data[12 : 12 + length])
+        for body, at in ((data[:8], 8), (records[-1], 12 + length)):
+            crc = crc32c(body)
+            masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+            assert struct.unpack("<I", data[at : at + 4])[0] == masked
+        data = data[16 + length :]
+    assert b"brain.Event:2" in records[0]
+    event = fields(records[1])
+    assert event[2] == [300]
+    values = [fields(v) for v in fields(event[5][0])[1]]
+    found = {v[1][0].decode(): struct.unpack("<f", v[2][0])[0] for v in values}
+    assert found == {"loss": 1.5, "accuracy/0": 0.25, "accuracy/1": 0.5}
+
+
+def fields(data):
+    """Field number -> values of a protocol buffer, by wire type."""
+    out, at = {}, 0
+
+    def varint():
+        nonlocal at
+        value, shift = 0, 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        tag = varint()
+        kind = tag & 7
+        if kind == 0:
+            value = varint()
+        else:
+            size = {1: 8, 5: 4}.get(kind) or varint()
+            value, at = data[at : at + size], at + size
+        out.setdefault(tag >> 3, []).append(value)
+    return out
+
+
+def test_a_log_is_drawn_and_a_resumed_update_counts_once(tmp_path):
+    log = JsonLog(tmp_path / "metrics.jsonl")
+    for update, loss in ((10, 3.0), (20, 2.0), (20, 1.0)):
+        log.write(update, {"train/objective": loss, "train/accuracy": [0.1, 0.2]})
+    log.close()
+    assert read_scalars(tmp_path)["train/objective"] == [(10, 3.0), (20, 1.0)]
+    svg = plot_run(tmp_path).read_text()
+    assert svg.count("<polyline") == 3
+    assert "top-1 accuracy, training" in svg
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert all(np.isfinite(json.loads(line)["time"]) for line in lines)
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        plot_run(tmp_path / "x")

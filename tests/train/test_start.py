@@ -1,0 +1,162 @@
+"""Where weights start: what the closed-form start promises, warm starts from files, and their refusals."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from train_tools import HEAD_DIM, HEADS, HIDDEN, draft_config
+
+from eaglejax.checkpoint.eagle import load_draft
+from eaglejax.drafts import eagle_model
+from eaglejax.drafts.eagle_model import EagleParams
+from eaglejax.drafts.eagle_unroll import unroll
+from eaglejax.errors import EaglejaxError
+from eaglejax.train import warm
+from eaglejax.train.prepare import Data, fit_data, prepare_draft
+from eaglejax.train.prepare import draft_config as new_config
+from eaglejax.train.samples import Report, Sample
+from eaglejax.train.settings import DataSettings, DraftSettings, RunSettings, TrainSettings
+from eaglejax.train.trainer import export
+
+
+def text(length, seed):
+    rng = np.random.default_rng(seed)
+    start = int(rng.integers(20, 200))
+    ids = np.asarray([start + (3 * i + int(rng.integers(2))) % 40 for i in range(length)], np.int32)
+    return Sample(ids, np.arange(length) > 4, f"s{seed}")
+
+
+SAMPLES = [text(48, seed) for seed in range(60)]
+
+
+@pytest.fixture(scope="module")
+def rows(target):
+    return fit_data(target, (2, 3, 4), SAMPLES, 64)
+
+
+def settings_with(**changes):
+    draft = DraftSettings(**({"aux": (2, 3, 4), "vocab": 64, "intermediate_size": 40} | changes))
+    data = DataSettings(row_tokens=64, overlap=8)
+    return TrainSettings(out="x", data=data, draft=draft, run=RunSettings(compute_dtype="float32"))
+
+
+def test_the_middle_state_is_what_the_last_mlp_turns_into_the_last_boundary(target, rows):
+    """last(t) = middle(t) + mlp(middle(t)); rows pair t with t + 1, so neighbours within a text are compared.
+    """
+    layer = target.params["layers"][-1]
+    here = np.arange(20)  # rows of one text follow each other
+    middle = rows.middle[here]
+    x = middle / np.sqrt(np.mean(middle**2, -1, keepdims=True) + target.config.norm_eps)
+    gate = x @ np.asarray(layer["gate"])
+    out = middle + (gate / (1 + np.exp(-gate)) * (x @ np.asarray(layer["up"]))) @ np.asarray(layer["down"])
+    np.testing.assert_allclose(out, rows.last[here + 1], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(rows.aux[:, -1], rows.last, rtol=1e-6)
+
+
+def test_the_fitted_start_writes_the_linear_guess_of_the_next_state_at_every_step(target, rows):
+    """Before any training, what the attention adds is the ridge guess, for true features and for fed-back
+    ones."""
+    config = dataclasses.replace(draft_config(intermediate_size=48), num_kv_heads=HEADS)
+    weights = warm.fitted_weights(config, target, rows, 0, heads=HEADS)
+    layer = weights["layers"][0]
+    last, e = rows.last, rows.embedding
+
+    def normed(x):
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + config.norm_eps)
+
+    z = np.concatenate([normed(e), normed(last)], 1)
+    maps = warm.ridge(z, rows.middle - last)
+    wanted = last + z @ maps
+    # All heads together span every dimension, so nothing of the guess is lost on the way through v and o.
+    guess = last + (z @ np.asarray(layer["v"])) @ np.asarray(layer["o"])
+    np.testing.assert_allclose(guess, wanted, rtol=1e-2, atol=1e-2)
+    error = np.linalg.norm(guess - rows.middle) / np.linalg.norm(rows.middle)
+    nothing = np.linalg.norm(last - rows.middle) / np.linalg.norm(rows.middle)
+    assert error < 0.8 * nothing
+    np.testing.assert_array_equal(np.asarray(weights["fc"])[-HIDDEN:], np.eye(HIDDEN))
+
+
+def test_heads_of_the_fitted_start_attend_to_their_own_position(target, rows):
+    config = dataclasses.replace(draft_config(), num_kv_heads=HEADS)
+    # Real models have directions that hardly vary; random ones have none, so one is put in.
+    last = rows.last.copy()
+    last[:, 0] = 4 * np.linalg.norm(last, axis=1)
+    aux = rows.aux.copy()
+    aux[:, -1] = last
+    rows = dataclasses.replace(rows, last=last, aux=aux)
+    weights = warm.fitted_weights(config, target, rows, 0, heads=2)
+    captured = []
+
+    def attention(layer, q, k, v):
+        del layer
+        captured.append((q, k))
+        return jnp.zeros_like(v)
+
+    tokens = jnp.asarray([SAMPLES[0].ids[1:33]])
+    params = EagleParams(weights, embed=target.params["embed"])
+    feature = jnp.asarray(rows.last[None, :32])
+    eagle_model.backbone(params, config, feature, tokens, jnp.arange(32)[None], attention)
+    q, k = (np.asarray(x[0, :, :2]) for x in captured[0])
+    scores = np.einsum("thd,shd->hts", q, k) * HEAD_DIM**-0.5
+    scores = np.where(np.tril(np.ones((32, 32), bool)), scores, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    own = np.einsum("htt->ht", shares) / shares.sum(-1)
+    assert np.median(own) > 0.8
+
+
+def test_the_layer_start_is_the_targets_last_layer_on_the_features_half(target):
+    config = draft_config(intermediate_size=48)
+    weights = warm.layer_weights(config, target, 0)
+    last, layer = target.params["layers"][-1], weights["layers"][0]
+    for name in "qkv":
+        np.testing.assert_array_equal(np.asarray(layer[name])[HIDDEN:], last[name])
+        assert np.abs(np.asarray(layer[name])[:HIDDEN]).max() < 0.2
+    for name in ("o", "gate", "up", "down"):
+        np.testing.assert_array_equal(layer[name], last[name])
+    feature = np.random.default_rng(0).normal(size=(1, 3, 3, HIDDEN)).astype(np.float32)
+    fused = eagle_model.fuse(EagleParams(weights), config, jnp.asarray(feature))
+    np.testing.assert_allclose(fused, feature[:, :, 2], rtol=1e-6)
+
+
+def test_a_new_draft_has_the_targets_rows_as_its_head_and_goes_on_from_its_export(target, tmp_path):
+    settings = settings_with()
+    data = Data(SAMPLES[:20], [], Report())
+    draft = prepare_draft(settings, target, data)
+    head = np.asarray(draft.complete(draft.weights)["head"])
+    np.testing.assert_array_equal(head, np.asarray(target.params["head"])[:, draft.ids])
+    assert "head" not in draft.weights
+    folder = export(tmp_path / "draft", draft, draft.weights, settings, dtype=np.float32)
+    again = prepare_draft(settings_with(start=str(folder)), target, data)
+    assert again.config.aux == (2, 3, 4)
+    assert np.array_equal(again.ids, draft.ids)
+    for name in ("q", "gate"):
+        np.testing.assert_array_equal(again.weights["layers"][0][name], draft.weights["layers"][0][name])
+    bound = load_draft(folder, target)
+    tokens = jnp.asarray([SAMPLES[0].ids[:16]])
+    features = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 3, HIDDEN)), jnp.float32)
+    ours = draft.frozen.replace(weights=draft.weights)
+    a, b = (unroll(p, draft.config, features, tokens, 2)[1] for p in (ours, bound.params))
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    trained = prepare_draft(settings_with(start=str(folder), train_head=True), target, data)
+    np.testing.assert_array_equal(trained.weights["head"], head)
+
+
+def test_starts_that_cannot_be_are_refused(target):
+    data = Data(SAMPLES[:2], [], Report())
+    for changes, words in (
+        ({"intermediate_size": 400}, "not 400"),
+        ({"num_kv_heads": 2}, "key/value heads"),
+        ({"num_layers": 2}, "one layer"),
+        ({"start": "layer", "head_dim": 16}, "head_dim 8"),
+        ({"start": "no/such/draft-folder-here"}, "names no model"),
+    ):
+        with pytest.raises(EaglejaxError, match=words):
+            prepare_draft(settings_with(**changes), target, data)
+
+
+def test_eagle1_drafts_start_at_random_with_the_targets_own_head(target):
+    config = new_config(DraftSettings(start="random"), target, 1)
+    assert (config.own_head, config.draft_vocab_size, config.aux) == (False, target.config.vocab_size, ())
+    weights = warm.random_weights(config, target, 0)
+    assert "head" not in weights
