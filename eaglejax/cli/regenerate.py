@@ -75,7 +75,8 @@ class Regenerate:
             show.print_json({**dataclasses.asdict(counts), "tokens": tokens})
         else:
             show.print_note(
-                f"{counts.written} answers ({tokens} tokens) written to {self.out}, {counts.known} were there, "
+                f"{counts.written} answers ({tokens} tokens) written to {self.out}, {counts.known} were "
+                "there, "
                 f"{counts.too_long} prompts too long, {counts.failed} failed"
             )
         return 1 if counts.failed else 0

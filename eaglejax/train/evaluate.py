@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from eaglejax.api import generate
 from eaglejax.checkpoint.eagle import bind
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.eagle import Eagle
@@ -17,8 +17,11 @@ from eaglejax.drafts.eagle_model import EagleParams, Weights
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
+from eaglejax.sampling import Sampling
+from eaglejax.speculate.generate import Request
 from eaglejax.speculate.metrics import Stats, total
 from eaglejax.train.batch import Batch
+from eaglejax.train.decode import decode_requests
 from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, trained_rows
 from eaglejax.train.samples import Sample
 
@@ -32,7 +35,7 @@ def make_evaluation(
     def measure(weights: Weights, batch: Batch, frozen: EagleParams, head: Head) -> Metrics:
         cast = jax.tree.map(lambda w: w.astype(compute_dtype), weights)
         rows = trained_rows(objective, head, batch)
-        params = frozen.replace(weights=cast)
+        params = dataclasses.replace(frozen, weights=cast)
         return objective_loss(params, config, objective, head, batch, rows)[1]
 
     return lambda weights, batch: measure(weights, batch, frozen, head)
@@ -83,13 +86,12 @@ def decode(
     """
     own = jax.tree.map(lambda w: w.astype(target.dtype), weights)
     bound = Bound(Eagle(config, tree), bind(config, own, target, ids))
-    results = generate(
-        target,
-        [p.prompt.tolist() for p in prompts],
-        proposer=bound,
-        max_new_tokens=tokens,
-        batch_size=batch_size,
-    )
+    requests = [Request(tuple(p.prompt.tolist()), Sampling(), tokens) for p in prompts]
+    results = [
+        result
+        for at in range(0, len(requests), batch_size)
+        for result in decode_requests(target, requests[at : at + batch_size], bound, batch=batch_size)
+    ]
     return total(r.stats for r in results)
 
 

@@ -70,7 +70,9 @@ def head_summary(params: Any, config: ModelConfig, hidden: jax.Array) -> tuple[j
 def with_features(target: Target, batch: Batch, aux: tuple[int, ...]) -> Batch:
     """The batch with the target's features beside its tokens, computed here and now."""
     found = target_features(target.params, target.config, batch, aux)
-    return batch.replace(aux=found.aux, hidden=found.hidden, top=found.top, log_norm=found.log_norm)
+    return dataclasses.replace(
+        batch, aux=found.aux, hidden=found.hidden, top=found.top, log_norm=found.log_norm
+    )
 
 
 def fingerprint(target: Target) -> str:

@@ -221,7 +221,7 @@ def _draft(
         if settings.draft.train_head:
             weights["head"] = (theirs if own is None else own).astype(jnp.float32)
         else:
-            frozen = frozen.replace(head=(theirs if own is None else own).astype(dtype))
+            frozen = dataclasses.replace(frozen, head=(theirs if own is None else own).astype(dtype))
     if "embed" in weights:
         raise ConfigError(
             "a draft with an embedding of its own is not trained; start from one that borrows it"

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eaglejax.api import encode_prompt, generate
 from eaglejax.drafts.base import Bound, Proposer
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
+from eaglejax.speculate.generate import Request, check_request
+from eaglejax.train.decode import decode_requests
 from eaglejax.train.features import fingerprint
 from eaglejax.train.samples import read_messages
 
@@ -187,7 +188,8 @@ def _answer(
                 continue
             talks[n].append({"role": "user", "content": group[n].turns[turn]})
             try:
-                ids = encode_prompt(target, talks[n])
+                ids = tuple(target.need_tokenizer().apply_chat_template(talks[n]))
+                check_request(_request(ids, options, ""), target.context, target.config.vocab_size)
             except RequestError as error:
                 counts.failed += 1
                 _append(bad, {"id": group[n].id, "turn": turn, "error": str(error)})
@@ -199,15 +201,8 @@ def _answer(
         todo = [(n, ids, key) for n, ids, key in asked if key not in known]
         counts.known += len(asked) - len(todo)
         if todo:
-            results = generate(
-                target,
-                [list(ids) for _, ids, _ in todo],
-                proposer=proposer,
-                sampling=[_sampling(options, key) for _, _, key in todo],
-                max_new_tokens=options.max_new_tokens,
-                batch_size=len(todo),
-                on_error="return",
-            )
+            requests = [_request(ids, options, key) for _, ids, key in todo]
+            results = decode_requests(target, requests, proposer, batch=options.batch_size)
             for (n, ids, key), result in zip(todo, results, strict=True):
                 if result.error is not None:
                     counts.failed += 1
@@ -239,13 +234,15 @@ def _key(ids: Sequence[int], options: RegenerateOptions, model: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _sampling(options: RegenerateOptions, key: str) -> Sampling:
-    return Sampling(
+def _request(ids: tuple[int, ...], options: RegenerateOptions, key: str) -> Request:
+    """The decode of one prompt; its seed comes from ``key`` alone."""
+    sampling = Sampling(
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
-        seed=int(key[:8], 16) & 0x7FFFFFFF,
+        seed=int(key[:8] or "0", 16) & 0x7FFFFFFF,
     )
+    return Request(ids, sampling, options.max_new_tokens)
 
 
 def _append(file: Any, row: Mapping[str, Any]) -> None:

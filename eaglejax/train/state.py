@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,8 @@ def discard_nonfinite(batch: Batch) -> tuple[Batch, jax.Array]:
         return affected[documents], jnp.sum(affected)
 
     bad, count = jax.vmap(spread)(bad, batch.documents)
-    clean = batch.replace(
+    clean = dataclasses.replace(
+        batch,
         supervised=batch.supervised & ~bad,
         hidden=jnp.where(bad[..., None], 0, batch.hidden),
         aux=None if batch.aux is None else jnp.where(bad[..., None, None], 0, batch.aux),
@@ -102,7 +104,9 @@ def make_update(
         weights: Weights, frozen: EagleParams, head: Head, batch: Batch, rows: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         cast = jax.tree.map(lambda w: w.astype(compute_dtype), weights)
-        return objective_loss(frozen.replace(weights=cast), config, objective, head, batch, rows, key)
+        return objective_loss(
+            dataclasses.replace(frozen, weights=cast), config, objective, head, batch, rows, key
+        )
 
     if remat:
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

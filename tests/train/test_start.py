@@ -42,8 +42,7 @@ def settings_with(**changes):
 
 
 def test_the_middle_state_is_what_the_last_mlp_turns_into_the_last_boundary(target, rows):
-    """last(t) = middle(t) + mlp(middle(t)); rows pair t with t + 1, so neighbours within a text are compared.
-    """
+    """last(t) = middle(t) + mlp(middle(t)); a row pairs t with t + 1, so neighbours are compared."""
     layer = target.params["layers"][-1]
     here = np.arange(20)  # rows of one text follow each other
     middle = rows.middle[here]

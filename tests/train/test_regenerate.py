@@ -1,0 +1,96 @@
+"""Answers of the target: exact ids, kills that lose nothing, rows that cannot be asked."""
+
+import json
+
+import pytest
+
+from eaglejax.errors import ConfigError
+from eaglejax.train import regenerate as module
+from eaglejax.train.regenerate import RegenerateOptions, read_prompt_rows, regenerate
+from eaglejax.train.samples import read_samples
+
+OPTIONS = RegenerateOptions(temperature=0.7, max_new_tokens=6, batch_size=2, turns=2, max_prompt_tokens=90)
+ROWS = [
+    {"id": "a", "turns": ["Hi?", "And?"]},
+    {"id": "b", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Ho"}]},
+    {"id": "long", "prompt": "x" * 100},
+    {"id": "c", "conversations": [{"from": "human", "value": "Why"}, {"from": "gpt", "value": "not used"}]},
+    {"id": "bad", "turns": []},
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in ROWS) + "\nnot json\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(target, prompts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
+    return out, regenerate(target, read_prompt_rows(prompts), out, OPTIONS)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_carry_exact_ids_and_the_rest_is_counted(whole, target):
+    out, counts = whole
+    rows = lines(out)
+    assert {r["id"] for r in rows} == {"a", "b", "c"}
+    assert (counts.written, counts.too_long, counts.failed) == (len(rows), 1, 2)
+    errors = lines(out.with_name(out.name + ".errors.jsonl"))
+    assert len(errors) == 2
+    assert "line 5" in errors[0]["error"]
+    for row in rows:
+        assert 1 <= len(row["completion_ids"]) <= 6
+        assert (row["finish_reason"] == "stop") == (row["completion_ids"][-1] in target.eos_ids)
+    b = next(r for r in rows if r["id"] == "b")
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Ho"}]
+    assert b["prompt_ids"] == target.tokenizer.apply_chat_template(messages)
+    samples, report = read_samples(out, target.tokenizer, vocab_size=target.config.vocab_size)
+    assert len(samples) == len(rows)
+    assert not report.dropped
+
+
+def test_a_killed_run_writes_what_it_would_have_written(whole, target, prompts, tmp_path, monkeypatch):
+    out = tmp_path / "answers.jsonl"
+    real, calls = module.decode_requests, []
+
+    def dying(*args, **more):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **more)
+
+    monkeypatch.setattr(module, "decode_requests", dying)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(target, read_prompt_rows(prompts), out, OPTIONS)
+    before = len(lines(out))
+    assert before > 0
+    with out.open("a") as file:
+        file.write('{"id": "a", "cut')
+    counts = regenerate(target, read_prompt_rows(prompts), out, OPTIONS)
+    assert counts.known == before
+    key = {r["key"]: r["completion_ids"] for r in lines(whole[0])}
+    assert {r["key"]: r["completion_ids"] for r in lines(out)} == key
+    again = regenerate(target, read_prompt_rows(prompts), out, OPTIONS)
+    assert again.written == 0
+
+
+def test_other_settings_are_other_answers_and_foreign_files_are_refused(target, prompts, tmp_path):
+    key = module._key([1, 2], OPTIONS, "m")
+    import dataclasses
+
+    for change in ({"temperature": 0.0}, {"seed": 1}, {"max_new_tokens": 7}):
+        assert module._key([1, 2], dataclasses.replace(OPTIONS, **change), "m") != key
+    out = tmp_path / "other.jsonl"
+    out.write_text('{"text": "x"}\n')
+    with pytest.raises(ConfigError, match=r"line 1 is no answer"):
+        regenerate(target, read_prompt_rows(prompts), out, OPTIONS)
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        RegenerateOptions(batch_size=0)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(read_prompt_rows(tmp_path / "none.jsonl"))
