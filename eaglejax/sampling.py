@@ -244,11 +244,12 @@ def process(
     tokens: jax.Array | None = None,
     ancestors: jax.Array | None = None,
 ) -> jax.Array:
-    """Bias and penalties: ``logits`` [B, N, V] -> [B, N, V] f32.
+    """Bias and penalties: ``logits`` [B, M, V] -> [B, M, V] f32.
 
-    A node's penalties count the generated tokens and its own and its ancestors' ``tokens`` [B, N], as
-    ``ancestors`` [B, N, N] (ancestor-or-self) says; node 0, the root, already is in ``rows.counts``.
-    Without tokens every node is penalised for the generated tokens alone.
+    ``tokens`` [B, N] are a tree's, whose node 0 (the root) already is in ``rows.counts``. Position i of the
+    logits is penalised for the generated tokens and for those of the nodes that ``ancestors`` [B, M, N]
+    marks: a tree's own forward has M = N and marks ancestors-or-self; a draft that is still growing asks for
+    the few positions it needs. Without ``tokens`` every position is penalised for the generated tokens alone.
     """
     logits = logits.astype(jnp.float32)
     if rows.biased:
@@ -261,9 +262,7 @@ def process(
     out = _penalise(logits, rows.counts[:, None, :], rows.in_prompt[:, None, :], rows)
     if tokens is None or ancestors is None or tokens.shape[1] == 1:
         return out
-    # Only the ancestors' own tokens differ from row to row of the tree: N x N values rather than N x V
-    # counts.
-    batch, nodes = tokens.shape
+    # Only the ancestors' own tokens differ from position to position: M x N values rather than M x V counts.
     above = ancestors.at[:, :, 0].set(False)
     same = (tokens[:, :, None] == tokens[:, None, :]).astype(jnp.int32)
     count = jnp.einsum("bik,bkj->bij", above.astype(jnp.int32), same)
@@ -273,8 +272,8 @@ def process(
     value = _penalise(jnp.take_along_axis(logits, where, axis=2), count, seen, rows)
     # A node that is no ancestor writes nowhere.
     where = jnp.where(above, where, logits.shape[-1])
-    row, node = jnp.arange(batch)[:, None, None], jnp.arange(nodes)[None, :, None]
-    return out.at[row, node, where].set(value, mode="drop")
+    row, position = jnp.arange(above.shape[0])[:, None, None], jnp.arange(above.shape[1])[None, :, None]
+    return out.at[row, position, where].set(value, mode="drop")
 
 
 def _blocks(x: jax.Array, fill: float) -> jax.Array:

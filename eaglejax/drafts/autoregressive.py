@@ -9,42 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaglejax.drafts.base import Draft, Needs, Observation, Proposal
-from eaglejax.drafts.static import chain_draft
-from eaglejax.drafts.tree import StaticTree, chain
+from eaglejax.drafts.base import Draft, Observation, Proposal
+from eaglejax.drafts.static import OnChain, chain_draft
 from eaglejax.sampling import RowSampling
-
-_ROOT = chain(0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Autoregressive:
+class Autoregressive(OnChain):
     """A lone root (N = 1, D = 0), so a round is one token. No weights and no state."""
 
-    @property
-    def tree(self) -> StaticTree:
-        """The root alone."""
-        return _ROOT
-
-    @property
-    def nodes(self) -> int:
-        """N = 1."""
-        return 1
-
-    @property
-    def depth(self) -> int:
-        """D = 0."""
-        return 0
-
-    @property
-    def chain(self) -> bool:
-        """True: nothing has to move in the cache."""
-        return True
-
-    @property
-    def needs(self) -> Needs:
-        """Nothing."""
-        return Needs()
+    length = 0
 
     def init(self, params: Any, *, batch: int, capacity: int) -> tuple[()]:
         """No state."""
@@ -68,4 +42,4 @@ class Autoregressive:
         """The root alone."""
         del params, rows, keys
         nothing = jnp.zeros((root.shape[0], 0), jnp.int32)
-        return chain_draft(self.tree, root, nothing, jnp.zeros_like(lengths), Proposal()), state
+        return chain_draft(root, nothing, jnp.zeros_like(lengths), Proposal()), state

@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree, sampling
-from eaglejax.drafts.base import Draft, Needs, Observation, Proposal
-from eaglejax.drafts.ngram import require_positive
-from eaglejax.drafts.static import chain_draft
-from eaglejax.drafts.tree import StaticTree, chain
+from eaglejax.drafts.base import Draft, Observation, Proposal
+from eaglejax.drafts.static import OnChain, chain_draft, require_positive
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.cache import KVCache, advance
@@ -33,7 +31,7 @@ class DraftModelState:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel:
+class DraftModel(OnChain):
     """A chain of ``length`` drafts by the decoder ``config``; ``params`` are its weights.
 
     ``vocab_size``: the target's, when it is not the draft's: tables of one tokenizer are padded to different
@@ -50,31 +48,6 @@ class DraftModel:
         require_positive("DraftModel", "length", self.length)
         if self.vocab_size is not None:
             require_positive("DraftModel", "vocab_size", self.vocab_size)
-
-    @property
-    def tree(self) -> StaticTree:
-        """A chain."""
-        return chain(self.length)
-
-    @property
-    def nodes(self) -> int:
-        """N = length + 1."""
-        return self.length + 1
-
-    @property
-    def depth(self) -> int:
-        """D = length."""
-        return self.length
-
-    @property
-    def chain(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def needs(self) -> Needs:
-        """Nothing: the draft reads tokens alone."""
-        return Needs()
 
     def init(self, params: Any, *, batch: int, capacity: int) -> DraftModelState:
         """An empty cache in the dtype of the weights."""
@@ -131,7 +104,7 @@ class DraftModel:
         cache, tokens, count, q = jax.lax.fori_loop(0, self.length, step, carry)
         last = tokens[:, self.length :]
         _, cache = self._forward(params, cache, last, lengths[:, None] + self.length, alone)
-        draft = chain_draft(self.tree, root, tokens[:, 1:], count, Proposal(q=q))
+        draft = chain_draft(root, tokens[:, 1:], count, Proposal(q=q))
         return draft, DraftModelState(dataclasses.replace(cache, lengths=state.cache.lengths), ahead=True)
 
     def _forward(

@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaglejax.drafts.base import Draft, Needs, Observation, Proposal
-from eaglejax.drafts.static import chain_draft
-from eaglejax.drafts.tree import StaticTree, chain
+from eaglejax.drafts.base import Draft, Observation, Proposal
+from eaglejax.drafts.static import OnChain, chain_draft, require_positive
 from eaglejax.errors import ConfigError
 from eaglejax.sampling import RowSampling
 
@@ -90,7 +89,7 @@ def lookup(
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram:
+class NGram(OnChain):
     """Prompt lookup with a chain of up to ``length`` tokens, see :func:`lookup`.
 
     ``max_ngram`` and ``min_ngram``: the longest and shortest suffix searched for, both included. Raises
@@ -110,31 +109,6 @@ class NGram:
                 f"NGram: min_ngram {self.min_ngram} exceeds max_ngram {self.max_ngram}; "
                 "the shortest suffix cannot be longer than the longest"
             )
-
-    @property
-    def tree(self) -> StaticTree:
-        """A chain."""
-        return chain(self.length)
-
-    @property
-    def nodes(self) -> int:
-        """N = length + 1."""
-        return self.length + 1
-
-    @property
-    def depth(self) -> int:
-        """D = length."""
-        return self.length
-
-    @property
-    def chain(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def needs(self) -> Needs:
-        """Nothing."""
-        return Needs()
 
     def init(self, params: Any, *, batch: int, capacity: int) -> jax.Array:
         """An empty history, [batch, capacity] int32."""
@@ -164,10 +138,4 @@ class NGram:
             max_ngram=self.max_ngram,
             min_ngram=self.min_ngram,
         )
-        return chain_draft(self.tree, root, tokens, count, Proposal()), state
-
-
-def require_positive(owner: str, name: str, value: object) -> None:
-    """Refuse a setting that is not an integer of 1 or more (ConfigError)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{owner}: {name} is {value!r}; it must be an integer of 1 or more")
+        return chain_draft(root, tokens, count, Proposal()), state

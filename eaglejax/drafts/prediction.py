@@ -17,18 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax import pytree
-from eaglejax.drafts.base import Draft, Needs, Observation, Proposal
+from eaglejax.drafts.base import Draft, Observation, Proposal
 from eaglejax.drafts.ngram import (
     last_tokens,
     lookup,
     remember,
-    require_positive,
     suffix_overlap,
     take_from,
     with_root,
 )
-from eaglejax.drafts.static import chain_draft
-from eaglejax.drafts.tree import StaticTree, chain
+from eaglejax.drafts.static import OnChain, chain_draft, require_positive
 from eaglejax.errors import MismatchError
 from eaglejax.sampling import RowSampling
 
@@ -53,7 +51,7 @@ class PredictionState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
+class Prediction(OnChain):
     """Drafts from the caller's prediction, a chain of up to ``length`` tokens.
 
     ``memory``: how many tokens of agreement are told apart. Raises ConfigError for settings below 1.
@@ -70,31 +68,6 @@ class Prediction:
     def __post_init__(self) -> None:
         for name in ("length", "memory"):
             require_positive("Prediction", name, getattr(self, name))
-
-    @property
-    def tree(self) -> StaticTree:
-        """A chain."""
-        return chain(self.length)
-
-    @property
-    def nodes(self) -> int:
-        """N = length + 1."""
-        return self.length + 1
-
-    @property
-    def depth(self) -> int:
-        """D = length."""
-        return self.length
-
-    @property
-    def chain(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def needs(self) -> Needs:
-        """Nothing."""
-        return Needs()
 
     def prepare(self, predictions: Sequence[Sequence[int] | None], batch: int) -> Predictions:
         """On the host: the predicted token ids of each row as padded arrays, the ``params`` of this proposer.
@@ -176,4 +149,4 @@ class Prediction:
         state = dataclasses.replace(
             state, shift=jnp.where(agreed > 0, end - lengths, shift), started=jnp.ones_like(state.started)
         )
-        return chain_draft(self.tree, root, tokens, count, Proposal()), state
+        return chain_draft(root, tokens, count, Proposal()), state

@@ -17,38 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax import pytree, sampling
-from eaglejax.drafts.base import Draft, Needs, Observation, Proposal
-from eaglejax.drafts.ngram import require_positive
-from eaglejax.drafts.static import static_draft
+from eaglejax.drafts.base import Draft, Observation, Proposal
+from eaglejax.drafts.static import OnTree, require_positive, static_draft
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.sampling import RowSampling
-
-
-class _OnTree:
-    """What both proposers share: a fixed tree and no need of features."""
-
-    tree: StaticTree
-
-    @property
-    def nodes(self) -> int:
-        """N."""
-        return self.tree.nodes
-
-    @property
-    def depth(self) -> int:
-        """D."""
-        return self.tree.depth
-
-    @property
-    def chain(self) -> bool:
-        """Whether the tree is one."""
-        return self.tree.is_chain
-
-    @property
-    def needs(self) -> Needs:
-        """Nothing."""
-        return Needs()
 
 
 @pytree.dataclass
@@ -62,7 +35,7 @@ class Script:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scripted(_OnTree):
+class Scripted(OnTree):
     """Guesses the path to the scripted node right and everything else wrong.
 
     ``tree``: any fixed shape. ``vocab_size``: wrong tokens are the right one plus ``rank + 1``, modulo this;
@@ -160,7 +133,7 @@ def _paths(tree: StaticTree) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScriptedLaw(_OnTree):
+class ScriptedLaw(OnTree):
     """Draws the children of a node from a table that depends on the node's position alone.
 
     ``params``: logits [T, Vd] f32; the children of a node at position t are drawn from ``softmax(params[t %

@@ -1,12 +1,71 @@
-"""Drafts of a fixed shape: what every proposer with a :class:`StaticTree` hands to the round."""
+"""Proposers of a fixed shape: what they say about themselves, and the drafts that they hand to the round."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from eaglejax.drafts.base import Draft, Proposal
-from eaglejax.drafts.tree import StaticTree
+from eaglejax.drafts.base import Draft, Needs, Proposal
+from eaglejax.drafts.tree import StaticTree, chain
+from eaglejax.errors import ConfigError
+
+
+class OnTree:
+    """Base of a proposer whose drafts all have the shape ``tree`` and which reads no target features."""
+
+    tree: StaticTree
+
+    @property
+    def nodes(self) -> int:
+        """N, root included."""
+        return self.tree.nodes
+
+    @property
+    def depth(self) -> int:
+        """D."""
+        return self.tree.depth
+
+    @property
+    def chain(self) -> bool:
+        """Whether the tree is one."""
+        return self.tree.is_chain
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing."""
+        return Needs()
+
+
+class OnChain:
+    """Base of a proposer that drafts a chain of up to ``length`` tokens and reads no target features."""
+
+    length: int
+
+    @property
+    def nodes(self) -> int:
+        """N = length + 1."""
+        return self.length + 1
+
+    @property
+    def depth(self) -> int:
+        """D = length."""
+        return self.length
+
+    @property
+    def chain(self) -> bool:
+        """Always: nothing has to move in the cache."""
+        return True
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing."""
+        return Needs()
+
+
+def require_positive(owner: str, name: str, value: object) -> None:
+    """Refuse a setting that is not an integer of 1 or more (ConfigError)."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{owner}: {name} is {value!r}; it must be an integer of 1 or more")
 
 
 def static_draft(
@@ -35,9 +94,7 @@ def static_draft(
     )
 
 
-def chain_draft(
-    tree: StaticTree, root: jax.Array, guesses: jax.Array, count: jax.Array, proposal: Proposal
-) -> Draft:
+def chain_draft(root: jax.Array, guesses: jax.Array, count: jax.Array, proposal: Proposal) -> Draft:
     """A chain whose first ``count[b]`` of ``guesses`` [B, k] int32 are real; ``root`` [B] int32 goes before
     them.
 
@@ -46,4 +103,4 @@ def chain_draft(
     real = jnp.arange(guesses.shape[1]) < count[:, None]
     tokens = jnp.concatenate([root[:, None], jnp.where(real, guesses, root[:, None])], axis=1)
     valid = jnp.concatenate([jnp.ones_like(real, shape=(root.shape[0], 1)), real], axis=1)
-    return static_draft(tree, tokens.astype(jnp.int32), valid, proposal)
+    return static_draft(chain(guesses.shape[1]), tokens.astype(jnp.int32), valid, proposal)
