@@ -16,7 +16,6 @@ from eaglejax.api import generate, stream  # noqa: E402
 from eaglejax.checkpoint.draft_model import load_draft_model  # noqa: E402
 from eaglejax.checkpoint.eagle import load_draft  # noqa: E402
 from eaglejax.checkpoint.target import load_target  # noqa: E402
-from eaglejax.checkpoint.target import load_target  # noqa: E402
 from eaglejax.drafts.autoregressive import Autoregressive  # noqa: E402
 from eaglejax.drafts.base import Bound  # noqa: E402
 from eaglejax.drafts.draft_model import DraftModel  # noqa: E402

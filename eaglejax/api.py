@@ -78,13 +78,17 @@ def _failed(error: str) -> Generation:
     return Generation("", [], "error", None, Stats(), 0, error)
 
 
-def _decoder(
+def decoder_for(
     target: Target,
     proposer: Proposer | Bound | None,
     requests: Sequence[Request],
     batch: int,
     options: DecodeOptions,
 ) -> BatchDecoder:
+    """What decodes ``requests``, up to ``batch`` rows at once; ``proposer`` None is plain decoding.
+
+    Raises ConfigError for predictions that the proposer does not use.
+    """
     proposer = Autoregressive() if proposer is None else proposer
     bound = proposer if isinstance(proposer, Bound) else Bound(proposer)
     params, predictions = bound.params, [r.prediction for r in requests]
@@ -156,7 +160,7 @@ def generate(
             results[n] = _failed(str(request))
     for begin in range(0, len(good), batch_size):
         group = good[begin : begin + batch_size]
-        decoder = _decoder(target, proposer, [r for _, r in group], min(batch_size, len(good)), options)
+        decoder = decoder_for(target, proposer, [r for _, r in group], min(batch_size, len(good)), options)
         for _ in decoder:
             pass
         for (n, _), result in zip(group, decoder.results(), strict=True):
@@ -225,7 +229,7 @@ def stream(
     )
     if isinstance(request, EaglejaxError):
         raise request
-    decoder = _decoder(target, proposer, [request], 1, options)
+    decoder = decoder_for(target, proposer, [request], 1, options)
     yield from decoder
     (result,) = decoder.results()
     if result.error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,13 +191,21 @@ def _kind(value: Any) -> str:
     return f"{name} ({text})" if len(text) <= 40 else name
 
 
+Paths = tuple[tuple[int, ...], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
-    """How to draft, in the words that vLLM's ``--speculative-config`` uses.
+    """How to draft, in the words that vLLM's ``--speculative-config`` uses where it has them.
 
-    ``num_speculative_tokens``: drafts a round. ``prompt_lookup_max`` and ``prompt_lookup_min``: the longest
-    and shortest suffix that the n-gram method searches for. ``model``: the draft, for methods that have one.
-    None leaves the method's own default.
+    ``num_speculative_tokens``: drafts a round (of a chain; beside a ``speculative_token_tree``, its paths).
+    ``prompt_lookup_max`` and ``prompt_lookup_min``: the longest and shortest suffix that the n-gram method
+    searches for. ``model``: the draft, for methods that have one. ``speculative_token_tree``: a fixed tree,
+    one path of child ranks a draft. ``tree_depth``, ``tree_branching``, ``tree_nodes``: a dynamic tree as
+    ``DynamicTree`` counts, ``tree_nodes`` including the root. ``draft_sample``: draw drafts instead of taking
+    the likeliest; ``draft_temperature``: at this temperature instead of the row's. ``min_confidence``: draft
+    no further below this cumulative probability. ``aux_convention``: what layer ids in the draft's config
+    count. None leaves the method's own default.
     """
 
     method: str
@@ -204,14 +213,73 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     model: str | None = None
+    speculative_token_tree: Paths | None = None
+    tree_depth: int | None = None
+    tree_branching: int | None = None
+    tree_nodes: int | None = None
+    draft_sample: bool | None = None
+    draft_temperature: float | None = None
+    min_confidence: float | None = None
+    aux_convention: str | None = None
 
     def given(self) -> dict[str, Any]:
         """The settings that are not None, without the method."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "method" and v is not None}
 
 
-def parse_speculative_config(text: str) -> SpeculativeConfig:
-    """Read a JSON object. Raises ConfigError for bad JSON, unknown keys and wrong types."""
+def _read_int(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _read_float(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _read_str(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _read_bool(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _read_paths(value: Any) -> Paths | None:
+    """A list of lists of integers, or such a list written as text (vLLM has tuples in a string)."""
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    if not all(isinstance(path, list | tuple) for path in value):
+        return None
+    if any(_read_int(rank) is None for path in value for rank in path):
+        return None
+    return tuple(tuple(path) for path in value)
+
+
+_KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "method": ("a string", _read_str),
+    "num_speculative_tokens": ("an integer", _read_int),
+    "prompt_lookup_max": ("an integer", _read_int),
+    "prompt_lookup_min": ("an integer", _read_int),
+    "model": ("a string", _read_str),
+    "speculative_token_tree": ("a list of paths such as [[0], [1], [0, 0]]", _read_paths),
+    "tree_depth": ("an integer", _read_int),
+    "tree_branching": ("an integer", _read_int),
+    "tree_nodes": ("an integer", _read_int),
+    "draft_sample": ("true or false", _read_bool),
+    "draft_temperature": ("a number", _read_float),
+    "min_confidence": ("a number", _read_float),
+    "aux_convention": ("a string", _read_str),
+}
+"""Key of a speculative config -> what it holds, in words, and how it is read (None: it is not that)."""
+
+
+def parse_speculative_config(text: str, *, method: str | None = None) -> SpeculativeConfig:
+    """Read a JSON object. ``method``: where the object names none. Raises ConfigError for bad JSON, unknown
+    keys and wrong types."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -220,23 +288,17 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         ) from error
     if not isinstance(value, dict):
         raise ConfigError(f"the speculative config is a JSON object, not {_kind(value)}")
-    kinds: dict[str, type] = {
-        "method": str,
-        "num_speculative_tokens": int,
-        "prompt_lookup_max": int,
-        "prompt_lookup_min": int,
-        "model": str,
-    }
-    unknown = sorted(set(value) - set(kinds))
+    unknown = sorted(set(value) - set(_KEYS))
     if unknown:
         raise ConfigError(
-            f"unknown key {unknown[0]!r} in the speculative config; known are {', '.join(kinds)}"
+            f"unknown key {unknown[0]!r} in the speculative config; known are {', '.join(_KEYS)}"
         )
+    settings = {}
     for key, entry in value.items():
-        if isinstance(entry, bool) or not isinstance(entry, kinds[key]):
-            raise ConfigError(
-                f"{key!r} in the speculative config is {kinds[key].__name__}, not {_kind(entry)}"
-            )
-    if "method" not in value:
+        what, read = _KEYS[key]
+        settings[key] = read(entry)
+        if settings[key] is None:
+            raise ConfigError(f"{key!r} in the speculative config is {what}, not {_kind(entry)}")
+    if settings.setdefault("method", method) is None:
         raise ConfigError("the speculative config names no 'method'")
-    return SpeculativeConfig(**value)
+    return SpeculativeConfig(**settings)

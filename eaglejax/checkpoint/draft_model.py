@@ -10,10 +10,10 @@ from eaglejax.checkpoint.eagle import draft_folder
 from eaglejax.checkpoint.eagle_names import plain_name
 from eaglejax.checkpoint.hf import open_weights
 from eaglejax.checkpoint.sources import Spec, resolve
+from eaglejax.checkpoint.target import load_target
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.draft_model import DraftModel
 from eaglejax.errors import MismatchError
-from eaglejax.checkpoint.target import load_target
 from eaglejax.models.target import Target
 
 

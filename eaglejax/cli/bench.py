@@ -10,8 +10,9 @@ from typing import Any
 
 import eaglejax as ej
 from eaglejax.api import encode_prompt
-from eaglejax.cli import methods, near_ties, show, timing
-from eaglejax.config import BadRow, PromptRow, SpeculativeConfig, read_prompts
+from eaglejax.checkpoint.eagle_read import AuxConvention
+from eaglejax.cli import methods, near_ties, profile, show, timing
+from eaglejax.config import BadRow, PromptRow, SpeculativeConfig, parse_speculative_config, read_prompts
 from eaglejax.devices import machine
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.speculate import metrics
@@ -28,10 +29,16 @@ class Bench:
     """The model: `demo`, a folder, a .gguf file or a Hub id."""
     prompts: str
     """A JSON Lines file, see `eaglejax generate`."""
-    methods: str = "ar,ngram"
-    """Methods with commas between them; plain decoding (ar) is always among them."""
+    methods: str | None = None
+    """Methods with commas between them; plain decoding (ar) is always among them. Default: ngram, or what the
+    draft is (eagle or draft_model)."""
     draft: str | None = None
-    """The draft of methods that have one."""
+    """The draft of methods that have one: a folder, a Hub id or `demo`."""
+    speculative_config: str | None = None
+    """Settings of the method that it names, as for `eaglejax generate`."""
+    aux_convention: AuxConvention | None = None
+    """What layer ids in an EAGLE-3 draft's config count: hidden-state boundaries, or blocks (their output is
+    meant). Default: told from the file."""
     prediction_field: str | None = None
     """The field of the prompt file that holds what the answer will mostly repeat."""
     max_new_tokens: int = 256
@@ -42,6 +49,8 @@ class Bench:
     """Wrap plain prompts in the model's chat template; messages and turns always are."""
     dtype: str | None = None
     """Measure in this dtype alone. Default: bfloat16, and on a CPU plain decoding in float32 too."""
+    profile: bool = False
+    """Measure too where a round's time goes (draft, verification, host), on the first prompt."""
     json: bool = False
     """Print one JSON object on stdout, and nothing else there."""
 
@@ -54,10 +63,13 @@ class Bench:
         with show.status(f"loading {self.target}"):
             target = ej.load_target(self.target, dtype=self.dtype)
             proposers = {name: methods.proposer_from(target, config) for name, config in configs.items()}
+            reference = float32_beside(target) if self.dtype is None else None
         dtype = target.dtype.name
         session = Session(self.max_new_tokens, chat=self.chat)
-        session.run(target, proposers, rows)
-        if self.dtype is None and plain_in_float32_too():
+        session.run(target, proposers, rows, reference)
+        if self.profile:
+            session.profile(target, proposers)
+        if self.dtype is None and reference is None and plain_in_float32_too():
             del proposers
             target = reload_in_float32(target)
             session.run_plain(FLOAT32_AR, target)
@@ -65,15 +77,23 @@ class Bench:
         if self.json:
             show.print_json(report)
         else:
-            show.stderr().print(
-                show.stats_table(f"{self.target}, {session.best_ar} is the fastest AR", report["methods"])
-            )
+            console = show.stderr()
+            title = f"{self.target}, {session.best_ar} is the fastest AR"
+            console.print(show.stats_table(title, report["methods"]))
+            if self.profile:
+                console.print(show.profile_table("where a round's time goes", report["methods"]))
         for error in report["errors"]:
             show.print_error(f"prompt {error['id']}: {error['error']}")
         return 0 if session.sound else 1
 
     def _configs(self) -> dict[str, SpeculativeConfig]:
-        names = [name.strip() for name in self.methods.split(",")]
+        given = None if self.speculative_config is None else parse_speculative_config(self.speculative_config)
+        if given is not None and given.model not in (None, self.draft):
+            raise ConfigError(f"--speculative-config names the draft {given.model!r}; use --draft for it")
+        if self.methods is not None:
+            names = [name.strip() for name in self.methods.split(",")]
+        else:
+            names = [given.method if given else methods.method_for(self.draft) if self.draft else "ngram"]
         repeated = {name for name in names if names.count(name) > 1}
         if repeated:
             raise ConfigError(f"--methods names {min(repeated)!r} twice")
@@ -87,10 +107,20 @@ class Bench:
             raise ConfigError(
                 "method 'prediction' and --prediction-field go together: the field holds what it drafts from"
             )
-        configs = {
-            name: SpeculativeConfig(name, model=self.draft if method.needs_draft else None)
-            for name, method in chosen.items()
-        }
+        if given is not None and given.method not in chosen:
+            raise ConfigError(
+                f"--speculative-config sets up {given.method!r}, which is not among {', '.join(names)}"
+            )
+        configs = {}
+        for name, method in chosen.items():
+            config = given if given is not None and given.method == name else SpeculativeConfig(name)
+            if method.needs_draft:
+                config = dataclasses.replace(config, model=self.draft)
+            if self.aux_convention is not None and "aux_convention" in method.settings:
+                config = dataclasses.replace(config, aux_convention=self.aux_convention)
+            configs[name] = config
+        if self.aux_convention is not None and not any(c.aux_convention for c in configs.values()):
+            raise ConfigError(f"none of the methods {', '.join(names)} reads layers by an aux convention")
         for config in configs.values():
             methods.check_config(config)
         return configs
@@ -105,6 +135,16 @@ def plain_in_float32_too() -> bool:
     import jax
 
     return jax.default_backend() == "cpu"
+
+
+def float32_beside(target: ej.Target) -> ej.Target | None:
+    """The same model in float32, whose plain decoding can take turns with the rest and so meets the same load
+    of the machine. None where float32 is no faster, or where both would not leave half of the memory free."""
+    size = target.nbytes + target.nbytes * 4 // target.dtype.itemsize
+    if not plain_in_float32_too() or 2 * size > machine.memory_bytes():
+        return None
+    assert target.source is not None
+    return ej.load_target(target.source, dtype="float32", context=target.context)
 
 
 def reload_in_float32(target: ej.Target) -> ej.Target:
@@ -123,9 +163,10 @@ def reload_in_float32(target: ej.Target) -> ej.Target:
 class Session:
     """Runs of several methods over the same prompts.
 
-    Plain decoding answers every prompt first, and its answers are what later turns of a conversation see, so
-    that all methods are asked the same. Every run is greedy, alone in its batch, and timed without
-    compilation. ``view``: called with a method's name before its run; what it returns sees the text.
+    Methods take turns prompt by prompt, so that a change in the machine's load meets all of them. Plain
+    decoding goes first, and its answers are what later turns of a conversation see, so that all methods are
+    asked the same. Every run is greedy, alone in its batch, and timed without compilation. ``view``: called
+    with a method's name before its run; what it returns sees the text.
     """
 
     def __init__(
@@ -139,29 +180,41 @@ class Session:
         self._options = {"max_new_tokens": max_new_tokens, "rounds_a_chunk": rounds_a_chunk}
         self._chat = chat
         self._view = view
-        self._asked: list[tuple[int, ...]] = []
+        self._asked: list[tuple[tuple[int, ...], str | None]] = []  # prompt and prediction
+        self._profiles: dict[str, dict[str, Any] | None] = {}
         self._comparisons: dict[str, near_ties.Comparison] = {}
         self._errors: list[dict[str, Any]] = []
         self.answers: dict[str, list[tuple[str | int, ej.Generation]]] = {}
 
-    def run(self, target: ej.Target, proposers: dict[str, Any], rows: Sequence[PromptRow | BadRow]) -> None:
-        """Decode ``rows`` with every proposer; ``ar`` is among them."""
+    def run(
+        self,
+        target: ej.Target,
+        proposers: dict[str, Any],
+        rows: Sequence[PromptRow | BadRow],
+        reference: ej.Target | None = None,
+    ) -> None:
+        """Decode ``rows`` with every proposer; ``ar`` is among them. ``reference``: the model in float32, for
+        plain decoding too."""
         tolerance = near_ties.TOLERANCE[target.dtype.name]
         for name in proposers:
             self.answers[name] = []
             self._comparisons[name] = near_ties.Comparison(tolerance)
+        if reference is not None:
+            self.answers[FLOAT32_AR] = []
         with show.progress("measuring", len(rows)) if self._view is None else show.no_progress() as advance:
             for row in rows:
                 try:
                     if isinstance(row, BadRow):
                         self._errors.append({"id": row.id, "error": row.error})
                     else:
-                        self._run_row(target, proposers, row)
+                        self._run_row(target, proposers, row, reference)
                 except EaglejaxError as error:
                     self._errors.append({"id": row.id, "error": str(error)})
                 advance()
 
-    def _run_row(self, target: ej.Target, proposers: dict[str, Any], row: PromptRow) -> None:
+    def _run_row(
+        self, target: ej.Target, proposers: dict[str, Any], row: PromptRow, reference: ej.Target | None
+    ) -> None:
         texts: list[str] = []
         for turn in range(row.count):
             prompt = encode_prompt(target, row.request(texts, chat=self._chat))
@@ -176,8 +229,11 @@ class Session:
                 )
                 for name in proposers
             }
+            if reference is not None:
+                result = timing.timed(reference, prompt, None, **self._options)
+                self.answers[FLOAT32_AR].append((row.id, result))
             plain = results["ar"]
-            self._asked.append(prompt)
+            self._asked.append((prompt, row.predictions[turn]))
             for name, result in results.items():
                 self.answers[name].append((row.id, result))
                 self._comparisons[name] = near_ties.compare(
@@ -190,9 +246,26 @@ class Session:
         ids = [row for row, _ in self.answers["ar"]]
         self.answers[name] = []
         with show.progress(f"measuring {name}", len(ids)) as advance:
-            for row, prompt in zip(ids, self._asked, strict=True):
+            for row, (prompt, _) in zip(ids, self._asked, strict=True):
                 self.answers[name].append((row, timing.timed(target, prompt, None, **self._options)))
                 advance()
+
+    def profile(self, target: ej.Target, proposers: dict[str, Any]) -> None:
+        """Measure where the time of each method's rounds goes, on the first prompt that was answered."""
+        for prompt, guess in self._asked[:1]:
+            with show.progress("profiling", len(proposers)) as advance:
+                for name, proposer in proposers.items():
+                    reads = methods.METHODS[name].reads_prediction
+                    text = guess if reads else None
+                    found = profile.profile(
+                        target,
+                        proposer,
+                        prompt,
+                        prediction=text and tuple(target.need_tokenizer().encode(text, special=False)),
+                        **self._options,
+                    )
+                    self._profiles[name] = None if found is None else found.to_json()
+                    advance()
 
     def _total(self, name: str) -> metrics.Stats:
         return metrics.total(answer.stats for _, answer in self.answers[name])
@@ -222,6 +295,8 @@ class Session:
                 # Another dtype is another model, whose text is its own.
                 **(comparison.to_json() if comparison else {"identical_to_ar": None}),
             }
+            if name in self._profiles:
+                table[name]["profile"] = self._profiles[name]
         return {"methods": table, "best_ar": self.best_ar, "errors": self._errors}
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import eaglejax as ej
+from eaglejax.checkpoint.eagle_read import AuxConvention
 from eaglejax.cli import methods, show
 from eaglejax.cli.answers import answer_json, answer_rows, bad_row_json, in_groups
 from eaglejax.config import BadRow, PromptRow, SpeculativeConfig, parse_speculative_config, read_prompts
@@ -19,9 +20,10 @@ class Generate:
     target: str
     """The model: `demo`, a folder, a .gguf file or a Hub id."""
     draft: str | None = None
-    """The draft of methods that have one."""
+    """The draft: an EAGLE checkpoint or a smaller model; a folder, a Hub id or `demo`."""
     method: str | None = None
-    """ar, ngram, prediction or draft_model. Default: draft_model where a draft is named, else ar."""
+    """ar, ngram, prediction, draft_model, eagle, eagle1, eagle2 or eagle3. Default: eagle or draft_model, by
+    what the draft is, and ar without one."""
     prompt: str | None = None
     """One prompt."""
     prompts: str | None = None
@@ -46,6 +48,9 @@ class Generate:
     """bfloat16, float32 or float16, of weights and activations. Default: bfloat16."""
     speculative_config: str | None = None
     """A JSON object such as {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}."""
+    aux_convention: AuxConvention | None = None
+    """What layer ids in an EAGLE-3 draft's config count: hidden-state boundaries, or blocks (their output is
+    meant). Default: told from the file."""
     json: bool = False
     """Print one JSON object a prompt on stdout, and nothing else there."""
 
@@ -71,17 +76,20 @@ class Generate:
     def _speculation(self) -> SpeculativeConfig:
         """Method and settings from --speculative-config, --method and --draft, which must agree."""
         if self.speculative_config is None:
-            method = self.method or ("draft_model" if self.draft else "ar")
-            config = SpeculativeConfig(method, model=self.draft)
+            config = SpeculativeConfig(self.method or methods.method_for(self.draft))
         else:
-            config = parse_speculative_config(self.speculative_config)
+            config = parse_speculative_config(self.speculative_config, method=self.method or "")
             if self.method not in (None, config.method):
                 raise ConfigError(
                     f"--method says {self.method!r}, --speculative-config says {config.method!r}"
                 )
             if self.draft is not None and config.model not in (None, self.draft):
                 raise ConfigError(f"--draft says {self.draft!r}, --speculative-config says {config.model!r}")
-            config = dataclasses.replace(config, model=config.model or self.draft)
+        config = dataclasses.replace(config, model=config.model or self.draft)
+        if not config.method:
+            config = dataclasses.replace(config, method=methods.method_for(config.model))
+        if self.aux_convention is not None:
+            config = dataclasses.replace(config, aux_convention=self.aux_convention)
         methods.check_config(config)
         return config
 

@@ -9,16 +9,26 @@ from typing import Annotated
 import tyro
 
 from eaglejax.cli.bench import Bench
+from eaglejax.cli.convert import Convert
 from eaglejax.cli.demo import Demo
 from eaglejax.cli.doctor import Doctor
+from eaglejax.cli.features import Features
 from eaglejax.cli.generate import Generate
+from eaglejax.cli.inspect import Inspect
+from eaglejax.cli.regenerate import Regenerate
 from eaglejax.cli.show import print_error
+from eaglejax.cli.train import Train
 from eaglejax.errors import EaglejaxError
 
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Regenerate, tyro.conf.subcommand("regenerate")]
+    | Annotated[Features, tyro.conf.subcommand("features")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 

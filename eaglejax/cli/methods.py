@@ -3,57 +3,96 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import eaglejax as ej
+from eaglejax.checkpoint.draft_model import is_eagle
+from eaglejax.checkpoint.eagle import draft_folder
+from eaglejax.checkpoint.eagle_read import AuxConvention, read_draft
+from eaglejax.cli import show, trees
 from eaglejax.config import SpeculativeConfig
-from eaglejax.drafts.draft_model import DraftModel
-from eaglejax.errors import ConfigError, MismatchError
+from eaglejax.errors import ConfigError
+
+Build = Callable[[ej.Target, SpeculativeConfig], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
     """One way to draft.
 
-    ``settings``: key of a SpeculativeConfig -> setting of the proposer. ``build(target, draft, **settings)``
-    makes the proposer; None is plain autoregressive decoding. ``needs_draft``: a draft must be named.
+    ``settings``: the keys of a SpeculativeConfig that it knows, ``model`` apart. ``build`` makes the proposer
+    of a checked config; None is plain autoregressive decoding. ``needs_draft``: a draft must be named.
     ``reads_prediction``: it drafts from predictions.
     """
 
-    settings: Mapping[str, str]
-    build: Callable[..., Any]
+    settings: tuple[str, ...]
+    build: Build
     needs_draft: bool = False
     reads_prediction: bool = False
 
 
-def _draft_model(target: ej.Target, draft: str, **settings: int) -> ej.Bound:
-    loaded = ej.load_target(draft, dtype=target.dtype)
-    if loaded.need_tokenizer().hash != target.need_tokenizer().hash:
-        raise MismatchError(
-            f"the draft {draft} has another tokenizer than the target {target.name}; their token ids mean "
-            "different text. Name a draft of the same family"
-        )
-    proposer = DraftModel(loaded.config, vocab_size=target.config.vocab_size, **settings)
-    return ej.Bound(proposer, loaded.params)
+def _settings_as(**names: str) -> Callable[[SpeculativeConfig], dict[str, Any]]:
+    """Settings of a proposer out of a config; ``names``: key of the config -> setting of the proposer."""
 
+    def settings(config: SpeculativeConfig) -> dict[str, Any]:
+        return {new: value for key, new in names.items() if (value := getattr(config, key)) is not None}
+
+    return settings
+
+
+_length = _settings_as(num_speculative_tokens="length")
+_lookup = _settings_as(
+    num_speculative_tokens="length", prompt_lookup_max="max_ngram", prompt_lookup_min="min_ngram"
+)
+_drafting = _settings_as(
+    draft_sample="sample", draft_temperature="temperature", min_confidence="min_confidence"
+)
+
+
+def _eagle(version: Literal["auto", "eagle1", "eagle3"], default: trees.Default) -> Build:
+    def build(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
+        assert config.model is not None
+        convention: AuxConvention = config.aux_convention or "auto"  # type: ignore[assignment]
+        for note in read_draft(draft_folder(config.model), aux_convention=convention, method=version).notes:
+            show.print_note(f"{config.model}: {note}")
+        return ej.load_draft(
+            config.model,
+            target,
+            method=version,
+            aux_convention=convention,
+            tree=trees.tree_of(config, default),
+            **_drafting(config),
+        )
+
+    return build
+
+
+def _draft_model(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
+    assert config.model is not None
+    return ej.load_draft_model(config.model, target, **_length(config))
+
+
+_STATIC = ("num_speculative_tokens", "speculative_token_tree", "draft_sample", "draft_temperature")
+_DYNAMIC = ("tree_depth", "tree_branching", "tree_nodes")
+_ANY_EAGLE = (*_STATIC, *_DYNAMIC, "min_confidence", "aux_convention")
 
 METHODS: dict[str, Method] = {
-    "ar": Method({}, lambda target, draft: None),
+    "ar": Method((), lambda target, config: None),
     "ngram": Method(
-        {
-            "num_speculative_tokens": "length",
-            "prompt_lookup_max": "max_ngram",
-            "prompt_lookup_min": "min_ngram",
-        },
-        lambda target, draft, **settings: ej.NGram(**settings),
+        ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+        lambda target, config: ej.NGram(**_lookup(config)),
     ),
     "prediction": Method(
-        {"num_speculative_tokens": "length"},
-        lambda target, draft, **settings: ej.Prediction(**settings),
+        ("num_speculative_tokens",),
+        lambda target, config: ej.Prediction(**_length(config)),
         reads_prediction=True,
     ),
-    "draft_model": Method({"num_speculative_tokens": "length"}, _draft_model, needs_draft=True),
+    "draft_model": Method(("num_speculative_tokens",), _draft_model, needs_draft=True),
+    "eagle": Method(_ANY_EAGLE, _eagle("auto", "dynamic"), needs_draft=True),
+    "eagle1": Method((*_STATIC, "min_confidence"), _eagle("eagle1", "static"), needs_draft=True),
+    "eagle2": Method((*_DYNAMIC, "min_confidence"), _eagle("eagle1", "dynamic"), needs_draft=True),
+    "eagle3": Method(_ANY_EAGLE, _eagle("eagle3", "dynamic"), needs_draft=True),
 }
 
 
@@ -62,6 +101,13 @@ def method_named(name: str) -> Method:
     if name not in METHODS:
         raise ConfigError(f"method {name!r} is not known; methods are {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def method_for(draft: str | None) -> str:
+    """What a draft alone asks for: ``eagle`` or ``draft_model``, by its tensors, and ``ar`` without one."""
+    if draft is None:
+        return "ar"
+    return "eagle" if is_eagle(draft) else "draft_model"
 
 
 def check_config(config: SpeculativeConfig) -> None:
@@ -74,6 +120,11 @@ def check_config(config: SpeculativeConfig) -> None:
         raise ConfigError(f"method {config.method!r} uses no draft, but {config.model!r} is given as one")
     if config.model is None and method.needs_draft:
         raise ConfigError(f"method {config.method!r} needs a draft; name one with --draft")
+    if config.aux_convention not in (None, *get_args(AuxConvention)):
+        raise ConfigError(
+            f"aux_convention is {config.aux_convention!r}; it is one of {', '.join(get_args(AuxConvention))}"
+        )
+    trees.check(config)
 
 
 def _settings(method: Method) -> str:
@@ -83,6 +134,4 @@ def _settings(method: Method) -> str:
 
 def proposer_from(target: ej.Target, config: SpeculativeConfig) -> Any:
     """The proposer of a checked config, bound to its weights where it has any; None for plain decoding."""
-    method = method_named(config.method)
-    settings = {method.settings[k]: v for k, v in config.given().items() if k != "model"}
-    return method.build(target, config.model, **settings)
+    return method_named(config.method).build(target, config)

@@ -102,6 +102,25 @@ def stats_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> rich.table
     return table
 
 
+def profile_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> rich.table.Table:
+    """Shares of a round, one row a method that has a ``profile``."""
+    table = rich.table.Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in ("round ms", "draft", "verification", "host", "draft ms", "verification ms"):
+        table.add_column(heading, justify="right")
+    for name, row in rows.items():
+        found = row.get("profile")
+        if found:
+            table.add_row(
+                name,
+                f"{found['round_ms']:.2f}",
+                *(f"{found[part]:.1%}" for part in ("draft_share", "verify_share", "host_share")),
+                f"{found['propose_ms'] + found['observe_ms']:.2f}",
+                f"{found['verify_ms']:.2f}",
+            )
+    return table
+
+
 def acceptance(rates: list[float], most: int = 4) -> str:
     """The first rates of a list, two decimals each."""
     shown = " ".join(f"{rate:.2f}".removeprefix("0") for rate in rates[:most])

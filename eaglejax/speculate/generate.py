@@ -18,7 +18,7 @@ import numpy as np
 
 from eaglejax import sampling
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
-from eaglejax.models.target import Target
+from eaglejax.models.target import Target, weight_dtype
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import metrics, round
 from eaglejax.speculate.stops import TextStream
@@ -59,8 +59,11 @@ class DecodeOptions:
         if self.method not in ("token", "block"):
             raise ConfigError(f"verification is {self.method!r}; it is 'token' or 'block'")
         for name in ("rounds_a_chunk", "prefill_width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be an integer of 1 or more")
+        if self.cache_dtype is not None:
+            weight_dtype(self.cache_dtype)
 
 
 @dataclasses.dataclass
@@ -193,7 +196,9 @@ class BatchDecoder:
     """Decodes up to ``batch`` requests together (None: as many as there are).
 
     Iterate over it for Pieces as they settle; afterwards ``results()`` gives a Generation a request.
-    ``draft_params``: the proposer's weights. Every request must have passed ``check_request``.
+    ``draft_params``: the proposer's weights. Every request must have passed ``check_request``. ``program``
+    and ``params`` are what is run; ``device_seconds`` and ``chunks``: time in which the host did nothing but
+    wait for chunks of rounds, and how many there were.
     """
 
     def __init__(
@@ -210,8 +215,8 @@ class BatchDecoder:
         if not 0 < len(requests) <= self._batch:
             raise EaglejaxError(f"a batch of {self._batch} rows cannot hold {len(requests)} requests")
         self._target = target
-        self._program = round.Program(target.config, proposer, options.method, options.logprobs)
-        self._params = round.Params(target.params, draft_params)
+        self.program = round.Program(target.config, proposer, options.method, options.logprobs)
+        self.params = round.Params(target.params, draft_params)
         self._requests = list(requests)
         self._eos = frozenset() if options.ignore_eos else frozenset(target.eos_ids)
         self._rounds_a_chunk = options.rounds_a_chunk
@@ -226,18 +231,23 @@ class BatchDecoder:
         self._capacity = power_of_two(max(reach, longest + self._width), 32)
         self._budgets = budgets + [0] * (self._batch - len(budgets))
         self._finished = False
+        self.device_seconds = 0.0
+        self.chunks = 0
         self._start = time.perf_counter()
 
     def __iter__(self) -> Iterator[Piece]:
         self._start = time.perf_counter()
         if any(b > 0 for b in self._budgets):
-            state = self._prefill()
+            state = self.prefill()
             yield from self._pieces()
             limit = jax.device_put(np.int32(self._rounds_a_chunk))
             while not self._finished:
-                state, records, ran = round.jit_run_rounds(
-                    self._program, self._params, state, limit, most=self._rounds_a_chunk
+                begin = time.perf_counter()
+                state, records, ran = jax.block_until_ready(
+                    round.jit_run_rounds(self.program, self.params, state, limit, most=self._rounds_a_chunk)
                 )
+                self.device_seconds += time.perf_counter() - begin
+                self.chunks += 1
                 state = self._read(state, records, ran)
                 yield from self._pieces()
         for index, row in enumerate(self._rows):
@@ -247,9 +257,11 @@ class BatchDecoder:
 
     def results(self) -> list[Generation]:
         """One Generation a request; call after iteration."""
-        return [row.result(self._eos, self._program.proposer.depth) for row in self._rows]
+        return [row.result(self._eos, self.program.proposer.depth) for row in self._rows]
 
-    def _prefill(self) -> round.DecodeState:
+    def prefill(self) -> round.DecodeState:
+        """Run the prompts through target and proposer and book the first tokens: the state before any
+        round."""
         pad = self._batch - len(self._requests)
         prompts = [list(r.prompt) for r in self._requests] + [[]] * pad
         rows = sampling.rows(
@@ -258,8 +270,8 @@ class BatchDecoder:
             prompts,
         )
         state = round.jit_init_state(
-            self._program,
-            self._params,
+            self.program,
+            self.params,
             rows,
             capacity=self._capacity,
             budget=jax.device_put(np.asarray(self._budgets, np.int32)),
@@ -274,8 +286,8 @@ class BatchDecoder:
         for begin in range(0, longest, width):
             count = np.clip(lengths - begin, 0, width)
             state, record = round.jit_prefill_chunk(
-                self._program,
-                self._params,
+                self.program,
+                self.params,
                 state,
                 *jax.device_put(
                     (

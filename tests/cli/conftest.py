@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiny_draft import EAGLE1, EAGLE3, write_eagle
 from tiny_model import write_model
 
 from eaglejax.cli.main import main
@@ -12,6 +13,16 @@ from eaglejax.cli.main import main
 def model(tmp_path_factory):
     """Folder of the tiny model."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def drafts(tmp_path_factory):
+    """Folders of random EAGLE drafts for the tiny model, by method."""
+    folder = tmp_path_factory.mktemp("drafts")
+    return {
+        "eagle1": write_eagle(folder / "one", EAGLE1),
+        "eagle3": write_eagle(folder / "three", EAGLE3),
+    }
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from tiny_model import PRINTABLE, write_model
 
 import eaglejax as ej
 from eaglejax.cli import demo, near_ties, timing
+from eaglejax.devices import machine
 
 STATS = {
     "num_drafts",
@@ -74,6 +75,22 @@ def test_plain_float32_stands_beside_the_default_dtype(bench):
     assert report["methods"]["ar"]["tie_tolerance"] == near_ties.TOLERANCE["bfloat16"]
 
 
+@pytest.mark.parametrize(("memory", "turns"), [(1 << 40, "bfbf"), (1, "bbff")])
+def test_plain_decoding_in_both_dtypes_takes_turns_where_memory_allows(bench, monkeypatch, memory, turns):
+    monkeypatch.setattr(machine, "memory_bytes", lambda: memory)
+    timed, seen = timing.timed, []
+
+    def spy(target, *args, **options):
+        seen.append(target.dtype.name[0])
+        return timed(target, *args, **options)
+
+    monkeypatch.setattr(timing, "timed", spy)
+    rows = [{"id": 1, "prompt": "abcabc"}, {"id": 2, "prompt": "cba"}]
+    report, status = bench("--methods", "ar", dtype=(), rows=rows, tokens=3)
+    assert (status, "".join(seen)) == (0, turns)
+    assert [m["answers"] for m in report["methods"].values()] == [2, 2]
+
+
 def test_chat_draft_and_length_reach_the_runs(bench, tmp_path):
     draft = write_model(tmp_path / "draft", seed=1, layers=1)
     # One token below the context, so that the template's own tokens do not fit any more.
@@ -136,7 +153,6 @@ def test_a_table_for_people(run, model, rows_file):
 
 def test_the_demo_shows_and_counts_the_same_texts(run, model, monkeypatch):
     monkeypatch.setattr(demo, "TARGET", model)
-    monkeypatch.setattr(demo, "plain_in_float32_too", lambda: False)
     short = demo.scenes(quick=True)
     assert len(short) == 2
     assert len(demo.scenes(quick=False)) > 2
@@ -152,9 +168,9 @@ def test_the_demo_shows_and_counts_the_same_texts(run, model, monkeypatch):
     assert report["identical"] is True
     assert [s["id"] for s in report["scenes"]] == ["write", "edit"]
     for scene, method in zip(report["scenes"], ("ngram", "prediction"), strict=True):
-        assert list(scene["methods"]) == ["ar", method]
+        assert list(scene["methods"]) == ["ar", method, "ar_float32"]
         assert all(set(m) >= STATS for m in scene["methods"].values())
-        plain, drafted = scene["results"]
+        plain, drafted, _ = scene["results"]
         assert (plain["method"], drafted["method"]) == ("ar", method)
         assert plain["token_ids"] == drafted["token_ids"]
 

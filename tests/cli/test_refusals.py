@@ -45,10 +45,17 @@ REFUSED = [
     ([*BENCH, "--methods", "ngram,ngram"], "names 'ngram' twice"),
     ([*BENCH, "--methods", "ar,prediction"], "--prediction-field go together"),
     ([*BENCH, "--prediction-field", "p"], "--prediction-field go together"),
-    ([*BENCH, "--draft", "D"], "--draft is 'D'"),
+    ([*BENCH, "--methods", "ngram", "--draft", "D"], "--draft is 'D'"),
     ([*BENCH, "--methods", "draft_model"], "needs a draft"),
     ([*BENCH, "--max-new-tokens", "0"], "--max-new-tokens is 0"),
     ([*BENCH, "--limit", "0"], "limit is 0"),
+    ([*BENCH, "--speculative-config", '{"method": "eagle"}', "--methods", "ar,ngram"], "not among ar, ngram"),
+    ([*BENCH, "--speculative-config", '{"method": "eagle", "model": "E"}'], "use --draft for it"),
+    ([*BENCH, "--aux-convention", "block"], "none of the methods ngram reads layers"),
+    ([*GENERATE, "--draft", "./absent"], "'./absent' names no model"),
+    ([*GENERATE, "--method", "eagle"], "'eagle' needs a draft"),
+    ([*GENERATE, "--aux-convention", "block"], "'ar' has no setting 'aux_convention'"),
+    ([*GENERATE, "--speculative-config", '{"tree_nodes": 4}'], "'ar' has no setting 'tree_nodes'"),
 ]
 
 

@@ -10,7 +10,7 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = "{% for m in messages %}{{ m.content }}|{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 # A third of the vocabulary, once each: whatever the model writes, lookup soon finds a token of it here.
 PRINTABLE = "".join(map(chr, range(33, 127)))
-HIDDEN, LAYERS, HEADS, HEAD_DIM, INNER = 32, 1, 4, 8, 48
+VOCAB, HIDDEN, LAYERS, HEADS, HEAD_DIM, INNER = 264, 32, 1, 4, 8, 48
 
 
 def byte_tokenizer():
@@ -30,13 +30,12 @@ def write_model(folder, *, seed=0, layers=LAYERS, extra_tokens=(), template=TEMP
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|endoftext|>", "chat_template": template})
     )
-    vocab = 264
     (folder / "config.json").write_text(
         json.dumps(
             {
                 "model_type": "llama",
                 "architectures": ["LlamaForCausalLM"],
-                "vocab_size": vocab,
+                "vocab_size": VOCAB,
                 "hidden_size": HIDDEN,
                 "intermediate_size": INNER,
                 "num_hidden_layers": layers,
@@ -57,9 +56,9 @@ def write_model(folder, *, seed=0, layers=LAYERS, extra_tokens=(), template=TEMP
         return rng.normal(0, columns**-0.5, (rows, columns)).astype(np.float32)
 
     tensors = {
-        "model.embed_tokens.weight": matrix(vocab, HIDDEN) * 6,
+        "model.embed_tokens.weight": matrix(VOCAB, HIDDEN) * 6,
         "model.norm.weight": np.ones(HIDDEN, np.float32),
-        "lm_head.weight": matrix(vocab, HIDDEN) * 4,
+        "lm_head.weight": matrix(VOCAB, HIDDEN) * 4,
     }
     for i in range(layers):
         at = f"model.layers.{i}"

@@ -1,0 +1,82 @@
+"""The draft tree that a speculative config asks for, and the trees that the commands use when it asks for
+none."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from eaglejax.config import SpeculativeConfig
+from eaglejax.drafts.eagle_tree import DynamicTree
+from eaglejax.drafts.tree import StaticTree, chain, from_choices
+from eaglejax.errors import ConfigError
+
+Default = Literal["dynamic", "static"]
+
+CPU_TREE = DynamicTree(depth=5, branching=4, nodes=16)
+"""A CPU's forward grows dearer with every node; an accelerator's has dozens of them nearly free."""
+
+STATIC_TREE = from_choices(
+    [
+        *([0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0]),
+        *([0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0, 0]),
+    ]
+)
+"""16 nodes, root included, bushy at the top and deepest along the likeliest children."""
+
+_DYNAMIC_KEYS = ("tree_depth", "tree_branching", "tree_nodes")
+
+
+def check(config: SpeculativeConfig) -> None:
+    """Refuse trees that cannot be. Raises ConfigError."""
+    tree = _asked_for(config)
+    if config.draft_sample and isinstance(tree, DynamicTree):
+        raise ConfigError(
+            "a dynamic tree (tree_depth, tree_branching, tree_nodes) is made of the likeliest tokens; "
+            "draft_sample needs num_speculative_tokens or a speculative_token_tree"
+        )
+    if config.draft_temperature is not None and not config.draft_sample:
+        raise ConfigError("draft_temperature has an effect with draft_sample alone; set that to true")
+
+
+def tree_of(config: SpeculativeConfig, default: Default) -> DynamicTree | StaticTree:
+    """The tree of a checked config; where it names none the ``default`` kind, or a static tree for sampled
+    drafts."""
+    tree = _asked_for(config)
+    if tree is not None:
+        return tree
+    return STATIC_TREE if default == "static" or config.draft_sample else default_dynamic_tree()
+
+
+def default_dynamic_tree() -> DynamicTree:
+    """The dynamic tree for this machine."""
+    import jax
+
+    return CPU_TREE if jax.default_backend() == "cpu" else DynamicTree()
+
+
+def _asked_for(config: SpeculativeConfig) -> DynamicTree | StaticTree | None:
+    paths, length = config.speculative_token_tree, config.num_speculative_tokens
+    sizes = {key: value for key in _DYNAMIC_KEYS if (value := getattr(config, key)) is not None}
+    if sizes and (paths is not None or length is not None):
+        other = "speculative_token_tree" if paths is not None else "num_speculative_tokens"
+        raise ConfigError(f"{next(iter(sizes))} sizes a dynamic tree and {other} a fixed one; give one kind")
+    if sizes:
+        usual = default_dynamic_tree()
+        depth = sizes.get("tree_depth", usual.depth)
+        branching = sizes.get("tree_branching", usual.branching)
+        # Sizes that are given must fit each other; one that is not is made to fit.
+        most = max(branching + (depth - 1) * branching**2 + 1, 2)
+        return DynamicTree(depth, branching, sizes.get("tree_nodes", min(usual.nodes, most)))
+    if paths is not None:
+        tree = from_choices(paths)
+        if length not in (None, tree.nodes - 1):
+            raise ConfigError(
+                f"speculative_token_tree has {tree.nodes - 1} drafts, num_speculative_tokens says {length}; "
+                "beside a tree it counts the tree's paths and can be left out"
+            )
+        return tree
+    if length is None:
+        return None
+    if length < 1:
+        raise ConfigError(f"num_speculative_tokens is {length}; it must be 1 or more")
+    return chain(length)
