@@ -9,7 +9,7 @@ answer that starts at T is row T - 1.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from eaglejax import pytree
 from eaglejax.errors import ConfigError
 
 Alignment = Literal["tight", "inputs", "unshifted"]
+
+Array = Any
+"""A jax array; a numpy array until the batch is placed on the devices."""
 
 
 @pytree.dataclass
@@ -31,14 +34,14 @@ class Batch:
     log-sum-exp of the target's logits over its whole vocabulary, or None where they were not computed.
     """
 
-    tokens: jax.Array
-    documents: jax.Array
-    positions: jax.Array
-    supervised: jax.Array
-    aux: jax.Array | None = None
-    hidden: jax.Array | None = None
-    top: jax.Array | None = None
-    log_norm: jax.Array | None = None
+    tokens: Array
+    documents: Array
+    positions: Array
+    supervised: Array
+    aux: Array | None = None
+    hidden: Array | None = None
+    top: Array | None = None
+    log_norm: Array | None = None
 
 
 def shift(x: jax.Array, by: int) -> jax.Array:

@@ -184,7 +184,8 @@ def split_validation(samples: Sequence[Sample], share: float) -> tuple[list[Samp
     prompt, so that the same prompt is always on the same side, whatever else is in the data."""
     if not 0 <= share < 1:
         raise ConfigError(f"the validation share is {share}; it must lie in [0, 1)")
-    train, held = [], []
+    train: list[Sample] = []
+    held: list[Sample] = []
     for sample in samples:
         digest = hashlib.sha256(sample.prompt.astype("<i4").tobytes()).digest()
         (held if int.from_bytes(digest[:8], "big") < share * 2**64 else train).append(sample)

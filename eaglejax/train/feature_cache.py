@@ -7,6 +7,7 @@ the shard in work and nothing else; a run that is started again computes what is
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -123,7 +124,7 @@ def _write_shard(
     flat = [(s, f) for samples, features in parts for s, f in zip(samples, features, strict=True)]
     joined = {key: np.concatenate([f[key] for _, f in flat]) for key in flat[0][1]}
     joined["tokens"] = np.concatenate([s.ids for s, _ in flat])
-    pending = {key: Pending(a.shape, a.dtype, lambda a=a: a) for key, a in joined.items()}
+    pending = {key: Pending(a.shape, a.dtype, functools.partial(np.asarray, a)) for key, a in joined.items()}
     listing = json.dumps([[s.key, len(s)] for s, _ in flat])
     write_safetensors(folder / name, pending, {"samples": listing})
 

@@ -94,7 +94,7 @@ def _prompt(row: Any, where: str, number: int) -> Prompt:
     opening: list[Mapping[str, Any]] = []
     if messages is not None:
         known = read_messages(messages, where)
-        opening = [m for m in known if m["role"] == "system"][:1]
+        opening.extend([m for m in known if m["role"] == "system"][:1])
         turns = [m["content"] for m in known if m["role"] == "user"]
     else:
         turns = [row["prompt"]] if "prompt" in row else row.get("turns", [])

@@ -131,8 +131,8 @@ def samples_of_row(
         marks = [False] * len(prompt) + [True] * len(answer)
         return [make_sample([*prompt, *answer], marks, name, vocab_size)]
     if "input_ids" in row and "loss_mask" in row:
-        ids, marks = _ids(row, "input_ids", name), _ids(row, "loss_mask", name)
-        return [make_sample(ids, [bool(m) for m in marks], name, vocab_size)]
+        given = [bool(m) for m in _ids(row, "loss_mask", name)]
+        return [make_sample(_ids(row, "input_ids", name), given, name, vocab_size)]
     for field in ("messages", "conversations"):
         if field in row:
             messages = read_messages(row[field], name)

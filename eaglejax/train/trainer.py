@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
-from eaglejax.drafts.eagle_model import Weights
+from eaglejax.checkpoint.tables import leaf_paths
+from eaglejax.drafts.eagle_model import Weights, param_table
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.models.target import Target
@@ -298,11 +300,14 @@ class Trainer:
 
 def export(folder: Path, draft: Draft, weights: Weights, settings: TrainSettings, *, dtype: Any) -> Path:
     """Write a trained draft in the form that SGLang and ``load_draft`` read; an earlier one is replaced."""
-    complete = jax.tree.map(lambda w: np.asarray(jnp.asarray(w).astype(dtype)), draft.complete(weights))
-    ordered = jax.tree.map(lambda _, w: w, _like(draft, complete), complete)
+    complete = draft.complete(weights)
+    foreign = set(leaf_paths(complete)) ^ set(leaf_paths(param_table(draft.config)))
+    if foreign:
+        raise EaglejaxError(f"the trained weights lack, or should not have, {', '.join(sorted(foreign))}")
+    complete = jax.tree.map(lambda w: np.asarray(jnp.asarray(w).astype(dtype)), complete)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(temporary, ignore_errors=True)
-    tensors = tensors_of_weights(draft.config, ordered)
+    tensors = tensors_of_weights(draft.config, complete)
     write_draft(temporary, draft.config, tensors, draft.ids, to="sglang")
     _write_text(temporary / "training.toml", to_toml(settings))
     shutil.rmtree(folder, ignore_errors=True)
@@ -310,22 +315,7 @@ def export(folder: Path, draft: Draft, weights: Weights, settings: TrainSettings
     return folder
 
 
-def _like(draft: Draft, weights: Weights) -> Weights:
-    """The weights in the key order of the draft's table, which flattening sorts anyway; checks that none is
-    missing or foreign."""
-    from eaglejax.drafts.eagle_model import param_table
-    from eaglejax.pytree import abstract
-
-    wanted = abstract(param_table(draft.config))
-    found = jax.tree.structure(weights)
-    if jax.tree.structure(wanted) != found:
-        raise EaglejaxError(f"the trained weights do not have the draft's layout: {found}")
-    return wanted
-
-
 def _data_hash(samples: list[Sample]) -> str:
-    import hashlib
-
     return hashlib.sha256("".join(s.key for s in samples).encode()).hexdigest()[:32]
 
 

@@ -127,9 +127,9 @@ def fitted_weights(
     flat = data.aux.reshape(len(data.aux), -1).astype(np.float32)
     last = data.last.astype(np.float32)
     if target.config.num_layers in config.aux:
-        fc = np.zeros((config.num_aux, hidden, hidden), np.float32)
-        fc[config.aux.index(target.config.num_layers)] = np.eye(hidden)
-        fc = fc.reshape(-1, hidden)
+        identity = np.zeros((config.num_aux, hidden, hidden), np.float32)
+        identity[config.aux.index(target.config.num_layers)] = np.eye(hidden)
+        fc = identity.reshape(-1, hidden)
     else:
         fc = ridge(flat, last)
     feature = flat @ fc
