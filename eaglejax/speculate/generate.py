@@ -323,28 +323,12 @@ class BatchDecoder:
         for b, row in enumerate(self._rows):
             if row.stopped or row.error:
                 continue
-            if not record.finite[b]:
+            if record.count[b]:
+                _book_row(row, jax.tree.map(lambda x, b=b: x[b], record), now, first=first)
+            if not record.finite[b] and not row.stopped:
                 row.error = (
                     f"the target's logits became NaN or infinite after {len(row.tokens)} tokens; "
                     "its weights or dtype overflow (float16 is prone to it: try bfloat16 or float32)"
-                )
-                continue
-            count = int(record.count[b])
-            if not count:
-                continue
-            logprobs = None if record.logprobs is None else np.asarray(record.logprobs)[b, :count].tolist()
-            taken = row.take(np.asarray(record.tokens)[b, :count].tolist(), logprobs)
-            row.seconds = now
-            if first:
-                row.first_tokens, row.first_seconds = taken, now
-            else:
-                row.rounds.append(
-                    metrics.Round(
-                        count=taken,
-                        accepted=min(int(record.accepted[b]), taken),
-                        drafted=int(record.drafted[b]),
-                        reach=int(record.reach[b]),
-                    )
                 )
 
     def _pieces(self) -> Iterator[Piece]:
@@ -352,3 +336,22 @@ class BatchDecoder:
             piece = row.piece(index, final=False)
             if piece:
                 yield piece
+
+
+def _book_row(row: _Row, record: round.Record, now: float, *, first: bool) -> None:
+    """Add one row's ``record`` to its books."""
+    count = int(record.count)
+    logprobs = None if record.logprobs is None else np.asarray(record.logprobs)[:count].tolist()
+    taken = row.take(np.asarray(record.tokens)[:count].tolist(), logprobs)
+    row.seconds = now
+    if first:
+        row.first_tokens, row.first_seconds = taken, now
+        return
+    row.rounds.append(
+        metrics.Round(
+            count=taken,
+            accepted=min(int(record.accepted), taken),
+            drafted=int(record.drafted),
+            reach=int(record.reach),
+        )
+    )

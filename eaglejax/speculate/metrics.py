@@ -31,8 +31,9 @@ class Stats:
     ``num_draft_tokens``: proposed nodes (root excluded). ``num_accepted_tokens``: drafts that became text.
     ``round_tokens``: tokens emitted by rounds. ``num_tokens``: all emitted tokens, the prefill's first
     included. ``accepted_at[i]``: rounds that accepted at least i + 1 drafts; ``reached_at[i]``: rounds that
-    accepted i drafts and had proposed a deeper node. ``seconds``: wall time from start of the prompt's
-    forward to the last token; ``first_seconds``: to the first token.
+    accepted i drafts, had proposed a deeper node and did not end before it was judged. ``seconds``: wall time
+    from start of the prompt's forward to the last token; ``first_seconds``: to the first token. ``rows``:
+    rows that emitted anything.
     """
 
     num_tokens: int = 0
@@ -117,10 +118,12 @@ def from_rounds(
         num_draft_tokens=sum(r.drafted for r in live),
         num_accepted_tokens=sum(r.accepted for r in live),
         accepted_at=tuple(sum(r.accepted > i for r in live) for i in range(depth)),
-        reached_at=tuple(sum(r.accepted >= i and r.reach > i for r in live) for i in range(depth)),
+        reached_at=tuple(
+            sum(r.accepted >= i and min(r.reach, r.count) > i for r in live) for i in range(depth)
+        ),
         seconds=seconds,
-        first_seconds=first_seconds,
-        rows=1,
+        first_seconds=first_seconds if first_tokens else 0.0,
+        rows=min(first_tokens, 1),
     )
 
 

@@ -70,8 +70,9 @@ class Record:
 
     ``tokens`` [B, D+1] int32, of which ``count`` [B] are real (0 for a row that was done); ``accepted`` [B]:
     drafts among them; ``drafted`` [B]: nodes proposed, root excluded; ``reach`` [B]: depth of the deepest
-    proposed node; ``finite`` [B] bool: the target's logits were finite; ``logprobs`` [B, D+1] f32 or None:
-    log-probability of each token under the target before any sampling transform.
+    proposed node; ``finite`` [B] bool: no token was lost to logits that are not finite, which end the row;
+    ``logprobs`` [B, D+1] f32 or None: log-probability of each token under the target before any sampling
+    transform.
     """
 
     tokens: jax.Array
@@ -169,8 +170,8 @@ def prefill_chunk(
         aux=out.aux,
         hidden=out.hidden if needs.hidden else None,
     )
-    started = kept > 0
-    finite = jnp.isfinite(logits.max(-1))[:, 0] | ~started
+    finite = jnp.isfinite(logits.max(-1))[:, 0] | (kept == 0)
+    kept = jnp.where(finite, kept, 0)
     record = Record(
         tokens=first[:, None],
         count=kept,
@@ -185,7 +186,7 @@ def prefill_chunk(
         cache=advance(out.cache, count),
         proposer=program.proposer.observe(params.draft, state.proposer, seen),
         rows=sampling.count_tokens(state.rows, first[:, None], kept),
-        root=jnp.where(started, first, state.root),
+        root=jnp.where(kept > 0, first, state.root),
         emitted=state.emitted + kept,
         done=jnp.where(last, ended | ~finite, state.done),
     )
@@ -221,6 +222,12 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
     steps = jnp.arange(path.shape[1])
     tokens = jnp.where(steps < accepted[:, None], jnp.roll(on_path, -1, axis=1), verdict.next_token[:, None])
     kept, ended = _keep(state, tokens, accepted + 1)
+    # Only nodes that yield a kept token count: a refused draft may be one that the target cannot compute. The
+    # tokens before a node that has no law are the text's last.
+    sound = jnp.take_along_axis(jnp.isfinite(logits.max(-1)), path, axis=1)
+    computed = jnp.cumprod(sound, axis=1).sum(1)
+    finite = computed >= kept
+    kept = jnp.minimum(kept, computed)
 
     def at_path(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
@@ -233,7 +240,6 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
         aux=None if out.aux is None else at_path(out.aux),
         hidden=at_path(out.hidden) if proposer.needs.hidden else None,
     )
-    finite = (jnp.isfinite(logits.max(-1)) | ~draft.valid).all(1) | state.done
     record = Record(
         tokens=tokens,
         count=kept,

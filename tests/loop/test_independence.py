@@ -47,9 +47,8 @@ def test_batch_mates_slots_and_padding_change_nothing(name: str) -> None:
         assert run(name, [row], settings) == [together[row]]
         # Beside two copies of itself, which share its seed and so all its draws.
         assert run(name, [row] * BATCH, settings) == [together[row]] * BATCH
-    # A greedy row beside sampled ones is the row among greedy ones, which compiles to a program without
-    # draws. answer = list(greedy_texts(prompts())[1][len(prompts()[1]) :])[:LIMIT] assert together[1] ==
-    # answer
+    # A greedy row beside sampled ones is the row among greedy ones, whose program draws nothing.
+    assert together[1] == list(greedy_texts(prompts())[1][len(prompts()[1]) :])[:LIMIT]
 
 
 def test_a_batch_of_one() -> None:

@@ -24,7 +24,9 @@ from loop_tools import (
     tiny_target,
 )
 
+from eaglejax.speculate import metrics
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Generation, Piece, Request
+from eaglejax.speculate.stops import TextStream
 
 WORDS = [
     *(bytes([97 + i]) for i in range(22)),
@@ -193,3 +195,44 @@ def test_pieces_join_to_the_text_although_characters_are_cut(stop: tuple[str, ..
         if not stop:
             assert result.text == PieceTokenizer(tuple(SHARDS)).decode(result.token_ids)
             assert handed_out == result.token_ids
+
+
+def test_a_stop_string_before_an_unfinished_character_ends_the_text() -> None:
+    """The token that completes it also begins a character, which may never come to its end."""
+    face = "\U0001f642".encode()
+    pieces = (b"ab", b"c!" + face[:2], face[2:], b"d")
+    stream = TextStream(PieceTokenizer(pieces), ("!",))
+    assert [stream.push(t) for t in (0, 1)] == [False, True]
+    assert (stream.text, stream.safe_text, stream.kept_tokens()) == ("abc", "abc", 2)
+    # Without the stop string the text goes on, and what is certain is shown early.
+    stream = TextStream(PieceTokenizer(pieces), ("?",))
+    shown = [(stream.push(t), stream.safe_text)[1] for t in (0, 1, 2, 3)]
+    assert shown == ["ab", "abc!", "abc!\U0001f642", "abc!\U0001f642d"]
+    # The stop string itself may be what is cut.
+    stream = TextStream(PieceTokenizer(pieces), ("\U0001f642",))
+    assert [stream.push(t) for t in (0, 1, 2)] == [False, False, True]
+    assert (stream.text, stream.kept_tokens()) == ("abc!", 2)
+
+
+def test_of_stop_strings_that_overlap_the_first_in_the_text_counts() -> None:
+    stream = TextStream(PieceTokenizer((b"xab", b"cd")), ("d", "bc", "abcde"))
+    assert [stream.push(t) for t in (0, 1)] == [False, True]
+    assert (stream.text, stream.kept_tokens()) == ("xa", 1)
+    # One string that begins twice: the earlier beginning is no match, the later one is.
+    stream = TextStream(PieceTokenizer((b"a", b"ab")), ("aab",))
+    assert [stream.push(t) for t in (0, 0, 1)] == [False, False, True]
+    assert (stream.text, stream.kept_tokens()) == ("a", 1)
+
+
+def test_rates_count_no_position_that_was_never_judged() -> None:
+    """A round of three drafts that ends with its first one says nothing about the second."""
+    whole, cut = metrics.Round(4, 3, 3, 3), metrics.Round(1, 1, 3, 3)
+    refused = metrics.Round(2, 1, 3, 3)
+    stats = metrics.from_rounds([whole, refused, cut], depth=3, first_tokens=1, seconds=2, first_seconds=1)
+    assert (stats.accepted_at, stats.reached_at) == ((3, 1, 1), (3, 2, 1))
+    assert stats.n_alpha == [1, 1 / 2, 1]
+    # A row without a token counts in no mean.
+    nothing = metrics.from_rounds([], depth=3, first_tokens=0, seconds=0, first_seconds=0)
+    assert nothing.rows == 0
+    both = metrics.total([stats, nothing])
+    assert (both.ttft_ms, both.tpot_ms) == (stats.ttft_ms, stats.tpot_ms) == (1000, 1000 / 7)

@@ -1,0 +1,173 @@
+"""Settings and shapes that must not show in the text: penalties, chunk sizes, cache dtypes, faulty tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_tools import (
+    BATCH,
+    CASES,
+    CONTEXT,
+    GREEDY,
+    VOCAB,
+    decode,
+    greedy_texts,
+    prompts,
+    tiny_config,
+    tiny_target,
+)
+
+from eaglejax.errors import ConfigError
+from eaglejax.sampling import Sampling
+from eaglejax.speculate import round
+from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
+
+BAN = float("-inf")
+
+
+def run(name: str, **options: Any) -> list[list[int]]:
+    case, texts = CASES[name], greedy_texts(prompts())
+    return [r.token_ids for r in decode(case.proposer, case.params(texts, turn=1), prompts(), **options)]
+
+
+def test_penalties_and_bias_give_the_text_of_plain_decoding() -> None:
+    """A83: every row has settings of its own, one of them a penalty that rewards repetition, one a ban on the
+    id that would have ended its text."""
+    answer = greedy_texts(prompts())[1][len(prompts()[1]) :]
+    settings = [
+        Sampling(frequency_penalty=-2.0),
+        Sampling(logit_bias={answer[4]: BAN}),
+        Sampling(frequency_penalty=2.0, repetition_penalty=1.3, presence_penalty=0.5, logit_bias={5: 4.0}),
+    ]
+    plain = run("ar", samplings=settings)
+    loose = run("ar")
+    assert all(a != b for a, b in zip(plain, loose, strict=True))
+    for name in ("ngram", "mixed"):
+        assert run(name, samplings=settings) == plain, name
+    eos = (answer[4], 1000)
+    ended = run("ar", samplings=settings, eos=eos)
+    assert run("ngram", samplings=settings, eos=eos) == ended
+    assert ended[1] == plain[1]
+    assert eos[0] not in ended[1]
+
+
+CHUNKS = [
+    ("ngram", {"rounds_a_chunk": 1}),
+    ("draft_model", {"prefill_width": 7}),
+    pytest.param("draft_model", {"rounds_a_chunk": 16}, marks=pytest.mark.slow),
+    pytest.param("mixed", {"rounds_a_chunk": 1}, marks=pytest.mark.slow),
+    pytest.param("ngram", {"prefill_width": 1}, marks=pytest.mark.slow),
+    pytest.param("prediction", {"prefill_width": 512}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CHUNKS)
+def test_chunks_of_rounds_and_of_the_prompt_leave_the_text_alone(name: str, options: dict[str, int]) -> None:
+    """A41, A42, A44: prompts in one piece and in pieces; looks at the host after any round."""
+    assert run(name, **options) == run(name)
+
+
+@pytest.mark.slow
+def test_a_cache_of_bfloat16() -> None:
+    plain = run("ar", cache_dtype="bfloat16")
+    assert run("mixed", cache_dtype="bfloat16") == plain
+
+
+@pytest.mark.parametrize("width", [1, 7, 512])
+@pytest.mark.parametrize("name", ["ar", "ngram", "chain_5", "mixed", "draft_model"])
+def test_no_block_is_written_past_the_end_of_the_cache(name: str, width: int) -> None:
+    """A block that would overrun is moved back by the update, over committed slots. So for the longest and
+    the shortest prompts, with and without a budget: a prefill chunk is written at up to the last committed
+    token of a row whose prompt has ended, a round's nodes at up to prompt + budget - 1 (the root is not in
+    the cache), or right behind the prompt of a row that may emit nothing."""
+    proposer = CASES[name].proposer
+    for sizes, limits in (
+        ((1,), (1,)),
+        ((CONTEXT,), (1,)),
+        ((CONTEXT - 1, 1), (5, CONTEXT)),
+        ((1, 17, 33), (0, CONTEXT, 31)),
+        ((16, 31), (16, 1)),
+        ((CONTEXT, 1), (0, 1)),
+    ):
+        requests = [Request((1,) * s, GREEDY, n) for s, n in zip(sizes, limits, strict=True)]
+        decoder = BatchDecoder(
+            tiny_target(), proposer, None, requests, batch=BATCH, options=DecodeOptions(prefill_width=width)
+        )
+        chunk = decoder._width
+        assert chunk >= width or chunk >= max(sizes)
+        assert chunk & (chunk - 1) == 0
+        budgets = [min(n, CONTEXT - s) for s, n in zip(sizes, limits, strict=True)]
+        prefill = [min(s, begin) for s in sizes for begin in range(0, max(sizes), chunk)]
+        rounds = [s + max(b - 1, 0) for s, b in zip(sizes, budgets, strict=True)]
+        assert max(prefill) + chunk <= decoder._capacity
+        assert max(rounds) + proposer.nodes <= decoder._capacity
+
+
+class Faulty:
+    """The decoder, but for one token whose hidden state overflows."""
+
+    def __init__(self, real: Any, token: int) -> None:
+        self.real, self.token = real, token
+
+    def __call__(self, params: Any, config: Any, tokens: Any, *args: Any, **options: Any) -> Any:
+        out = self.real(params, config, tokens, *args, **options)
+        bad = (tokens == self.token)[:, :, None]
+        return dataclasses.replace(out, hidden=jnp.where(bad, jnp.nan, out.hidden))
+
+
+def test_a_token_that_the_target_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A19: a row that reaches it is told so and its mates go on; a draft that is refused costs nothing."""
+    texts = greedy_texts(prompts())
+    answers = [list(t[len(p) :]) for t, p in zip(texts, prompts(), strict=True)]
+    limit = 8
+    seen = [set(p) | set(a[:limit]) for p, a in zip(prompts(), answers, strict=True)]
+    token = next(t for t in range(VOCAB) if t in answers[0][2 : limit - 1] and t not in seen[1] | seen[2])
+    monkeypatch.setattr(round.decoder, "forward", Faulty(round.decoder.forward, token))
+    # Another configuration, for another compilation than the sound decoder's.
+    target = dataclasses.replace(tiny_target(), config=tiny_config(max_position=CONTEXT + 1))
+    proposer = CASES["wide"].proposer
+    # Row 0 meets the token in its text, the others among their drafts: rank 0 drafts what comes before it.
+    script = [[token - 1] * CONTEXT for _ in prompts()]
+    params = proposer.script(script, [0] * 12)
+    results = decode(proposer, params, prompts(), target=target, limits=limit)
+    assert results[0].finish_reason == "error"
+    assert "NaN or infinite" in results[0].error
+    assert results[0].token_ids == answers[0][: answers[0].index(token) + 1]
+    for result, answer in zip(results[1:], answers[1:], strict=True):
+        assert (result.error, result.token_ids) == (None, answer[:limit])
+        assert result.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"cache_dtype": "int8"}, "int8"),
+        ({"cache_dtype": "fancy"}, "fancy"),
+        ({"rounds_a_chunk": 2.5}, "rounds_a_chunk is 2.5"),
+        ({"rounds_a_chunk": 0}, "rounds_a_chunk is 0"),
+        ({"prefill_width": True}, "prefill_width is True"),
+        ({"method": "typical"}, "'typical'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        DecodeOptions(**options)
+
+
+def test_rows_without_a_budget_and_prompts_at_the_context_beside_others() -> None:
+    rng = np.random.default_rng(3)
+    full = tuple(rng.integers(0, VOCAB, CONTEXT).tolist())
+    starts = (prompts()[1], full, prompts()[0])
+    answer = list(greedy_texts(prompts())[1][len(prompts()[1]) :])
+    for name in ("ngram", "draft_model"):
+        case = CASES[name]
+        params = case.params([greedy_texts(prompts())[1]] * BATCH, turn=1)
+        results = decode(case.proposer, params, starts, limits=[CONTEXT, 5, 0])
+        assert results[0].token_ids == answer
+        for empty in results[1:]:
+            assert (empty.token_ids, empty.text) == ([], "")
+            assert (empty.finish_reason, empty.stats.num_tokens) == ("length", 0)
