@@ -32,20 +32,21 @@ TARGET = "demo"
 STREAMED_ROUNDS = 4
 """Rounds between two looks at the host: few enough to watch the text grow."""
 
-STATS_CODE = """\
-def mean(values):
-    total = 0
-    for value in values:
-        total = total + value
-    return total / len(values)
+ACCOUNT_CODE = """\
+class Account:
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
 
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
 
-def variance(values):
-    center = mean(values)
-    total = 0
-    for value in values:
-        total = total + (value - center) ** 2
-    return total / len(values)
+    def withdraw(self, amount):
+        if amount > self.balance:
+            raise ValueError("not enough money")
+        self.balance -= amount
 """
 
 
@@ -80,11 +81,10 @@ def scenes(quick: bool) -> list[Scene]:
         "edit",
         "Edit code; drafts come from the code to be edited (predicted output)",
         "prediction",
-        "Rename the variable `total` to `result` everywhere in this code. Answer with the whole code "
-        "only.\n\n"
-        f"```python\n{STATS_CODE}```",
-        96 if quick else 160,
-        f"```python\n{STATS_CODE}```",
+        f"```python\n{ACCOUNT_CODE}```\n\n"
+        "Make `deposit` and `withdraw` return the new balance. Answer with the whole code only.",
+        112,
+        f"```python\n{ACCOUNT_CODE}```",
     )
     table = _scene(
         "table",
