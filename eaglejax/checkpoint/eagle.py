@@ -72,7 +72,9 @@ def read_weights(file: DraftFile, dtype: Any) -> Weights:
 def bind(config: EagleConfig, weights: Weights, target: Target, ids: np.ndarray | None = None) -> EagleParams:
     """Weights joined with what they borrow of ``target`` (the same arrays, not copies).
 
-    ``ids`` [Vd]: target id of each draft id, strictly increasing; None when they are the same.
+    ``ids`` [Vd]: target id of each draft id, strictly increasing; None when they are the same. With
+    ``target_rows`` the Vd rows of the target's head are taken once, here: Vd * H numbers more in memory, in
+    the target's dtype, which is what a shipped head would take.
     """
     if (ids is not None) != config.reduced:
         raise ConfigError("ids go with a reduced draft vocabulary, and a reduced draft vocabulary needs them")
@@ -84,14 +86,28 @@ def bind(config: EagleConfig, weights: Weights, target: Target, ids: np.ndarray 
             raise ConfigError(
                 f"ids run from {known[0]} to {known[-1]}; the target knows 0..{config.vocab_size - 1}"
             )
-    tied = "head" not in target.params
+    head, tied = (None, False) if config.own_head else _target_head(target, ids)
     return EagleParams(
         weights=weights,
         embed=None if config.own_embedding else target.params["embed"],
-        head=None if config.own_head else target.params["embed" if tied else "head"],
+        head=head,
         ids=None if ids is None else jax.device_put(np.asarray(ids, np.int32)),
-        tied=tied and not config.own_head,
+        tied=tied,
     )
+
+
+def _target_head(target: Target, ids: np.ndarray | None) -> tuple[Any, bool]:
+    """(the target's head at ``ids``, whether it is [Vd, H], as a tied head is, instead of [H, Vd])."""
+    tied = "head" not in target.params
+    head = target.params["embed" if tied else "head"]
+    if ids is None:
+        return head, tied
+    if not isinstance(head, jax.Array):
+        raise ConfigError(
+            "the draft reads rows of the target's head, which cannot be taken from a packed one; load the "
+            "target in a float dtype or use a draft with a head of its own"
+        )
+    return jnp.take(head, jnp.asarray(ids, jnp.int32), axis=0 if tied else 1), tied
 
 
 def load_draft(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from eaglejax.checkpoint.eagle_settings import KEY, write_settings
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.nn.rope import RopeConfig
 
@@ -111,6 +112,7 @@ def _block_ids(config: EagleConfig, **more: Any) -> dict[str, Any]:
         ids = [i - 1 for i in config.aux]
         if ids[0] != 1:
             # Loaders take a list for block numbers only when it starts at 1; any other is read as boundaries.
+            # Boundaries that start at 1 can therefore not be written at all, see ``eagle_write.FORMS``.
             ids = list(config.aux)
         inner["eagle_aux_hidden_state_layer_ids"] = ids
     return {"eagle_config": inner}
@@ -174,9 +176,16 @@ def _speculators_config(
     }
 
 
+def _eaglejax_config(
+    config: EagleConfig, architecture: str, dtype: str, source: Mapping[str, Any], verifier: str | None
+) -> dict[str, Any]:
+    return _flat_config(config, architecture, dtype, source, verifier) | {KEY: write_settings(config)}
+
+
 _CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
     "safeailab": _flat_config,
     "sglang": _sglang_config,
     "speculators": _speculators_config,
     "modelopt": _modelopt_config,
+    "eaglejax": _eaglejax_config,
 }

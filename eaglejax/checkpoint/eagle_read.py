@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from eaglejax.checkpoint.eagle_names import PlainStore, open_draft
+from eaglejax.checkpoint.eagle_settings import KEY, read_settings
 from eaglejax.checkpoint.eagle_vocabulary import rising, target_ids
 from eaglejax.checkpoint.files import read_json
 from eaglejax.drafts.eagle_config import AuxNorm, EagleConfig
@@ -90,6 +91,7 @@ class _Reader:
     def __init__(self, folder: Path, raw: Mapping[str, Any], store: PlainStore) -> None:
         self.folder, self.raw, self.store = folder, raw, store
         self.notes: list[str] = []
+        self.settings = read_settings(raw)
         nested = raw.get("transformer_layer_config")
         self.speculators = any(
             k in raw for k in ("speculators_config", "speculators_model_type", "transformer_layer_config")
@@ -122,9 +124,9 @@ class _Reader:
         return shape[0], shape[1]
 
     def _flag(self, name: str, default: bool | None = None) -> bool | None:
-        """A boolean that stands at the top or in ``eagle_config``."""
+        """A boolean that stands at the top, in ``eagle_config`` or in eaglejax's own block."""
         inner = self.raw.get("eagle_config")
-        places = [self.raw, inner] if isinstance(inner, Mapping) else [self.raw]
+        places = [self.raw, self.settings, *([inner] if isinstance(inner, Mapping) else [])]
         found = {p[name] for p in places if p.get(name) is not None}
         if len(found) > 1:
             self._fail(f"config.json says {name} twice and differently")
@@ -184,6 +186,9 @@ class _Reader:
             "qk_norm": any(self._has(f"layers.0.self_attn.{x}_norm.weight") for x in "qk"),
             "own_embedding": self._has("embed_tokens.weight"),
             "own_head": self._has("lm_head.weight"),
+            "target_rows": self.settings.get("head") == "target_rows",
+            "embed_scale": self.settings.get("embed_scale"),
+            "softcap": self.settings.get("softcap"),
         }
         unused: tuple[str, ...] = ()
         if version == 1:
@@ -264,6 +269,8 @@ class _Reader:
         return _ACTIVATIONS[name]
 
     def _windows(self, layers: int) -> tuple[int | None, ...]:
+        if "windows" in self.settings:
+            return tuple(self.settings["windows"])
         kinds = self.layer.get("layer_types")
         if not kinds or "sliding_attention" not in kinds[:layers]:
             return ()
@@ -305,15 +312,27 @@ class _Reader:
             self._fail(f"d2t has {sizes['d2t']} entries for a head of {draft} tokens")
         if stated not in (None, draft):
             self.notes.append(f"config.json says draft_vocab_size {stated}; the tensors say {draft}")
-        if draft < vocab and not self._has("lm_head.weight"):
-            self._fail(
-                f"lacks lm_head.weight; a draft of {draft} out of {vocab} tokens cannot borrow the target's "
-                f"head"
-            )
+        self._check_head(draft < vocab)
         ids, note = target_ids(self.store, vocab, draft, str(self.folder))
         if note:
             self.notes.append(note)
         return vocab, draft, ids
+
+    def _check_head(self, reduced: bool) -> None:
+        """Without a word from the file, a reduced draft without a head is a broken one."""
+        said, found = self.settings.get("head"), self._has("lm_head.weight")
+        if said is not None and (said == "own") != found:
+            self._fail(
+                f"config.json says {KEY}.head: {said!r}, but the file {'holds' if found else 'lacks'} "
+                "lm_head.weight"
+            )
+        if said == "target_rows" and not reduced:
+            self._fail(f"config.json says {KEY}.head: 'target_rows', but the draft has the whole vocabulary")
+        if reduced and not found and said != "target_rows":
+            self._fail(
+                "lacks lm_head.weight; a draft of a part of the vocabulary cannot borrow the target's head "
+                f'unless its config.json says so ("{KEY}": {{"head": "target_rows"}})'
+            )
 
     def _third(
         self, hidden: int, fc_in: int, convention: AuxConvention, override: tuple[int, ...] | None
@@ -357,6 +376,10 @@ class _Reader:
         inner = self.raw.get("eagle_config")
         places = [self.raw, inner] if isinstance(inner, Mapping) else [self.raw]
         lists = [p[_AUX_KEY] for p in places if p.get(_AUX_KEY)]
+        if "boundaries" in self.settings:
+            if lists:
+                self._fail(f"config.json names feature layers as {_AUX_KEY} and as {KEY}.boundaries")
+            convention, lists = "boundary", [self.settings["boundaries"]]
         if not lists:
             self.notes.append(
                 "config.json names no feature layers; the usual boundaries 2, n/2, n-3 are used"
@@ -369,7 +392,10 @@ class _Reader:
             self._fail(f"{_AUX_KEY} is {ids!r}; it must be a list of integers")
         if not rising(np.asarray(ids)):
             self._fail(f"{_AUX_KEY} {ids} must be increasing: features are joined in the order of the layers")
-        if convention == "auto":
+        why = "as asked for"
+        if "boundaries" in self.settings:
+            why = "eaglejax names boundaries"
+        elif convention == "auto":
             if self.speculators:
                 convention, why = "boundary", "speculators counts hidden-state boundaries"
             elif ids[0] == 1:
@@ -379,8 +405,6 @@ class _Reader:
                 )
             else:
                 convention, why = "boundary", "it does not start at 1, the usual mark of block numbers"
-        else:
-            why = "as asked for"
         aux = tuple(i + 1 if convention == "block" else i for i in ids)
         self.notes.append(
             f"layer ids {ids} are read by the {convention} convention ({why}): boundaries {list(aux)}"
@@ -408,6 +432,11 @@ class _Reader:
     def _norm_output(self) -> tuple[bool, bool, tuple[str, ...]]:
         """(norm before the head, state fed back after it, tensors unused): one flag, a meaning a producer."""
         flag = self._flag("norm_output")
+        if "head_norm" in self.settings:
+            if flag is not None:
+                self._fail(f"config.json has norm_output and {KEY}.head_norm; one of them is to go")
+            head_norm = self.settings["head_norm"]
+            return head_norm, bool(self._flag("feed_normed")), () if head_norm else ("norm.weight",)
         if self.speculators:
             return True, bool(flag), ()
         if flag is None:
@@ -425,10 +454,16 @@ class _Reader:
         borrowed = [name for name, own in parts if not own]
         if borrowed:
             self.notes.append(f"the target's {' and '.join(borrowed)} will be used; the file has none")
+        if config.target_rows:
+            self.notes.append(
+                f"of the target's head the {config.draft_vocab_size} rows of the draft's tokens are taken"
+            )
 
     def _layout(self, version: int) -> str:
         stored = list(self.store.stored.values())
         wrapped = any(n.startswith(("model.", "draft_model.", "eagle_module.", "module.")) for n in stored)
+        if self.settings:
+            return "eaglejax"
         if self.speculators:
             return "speculators"
         if version == 1:

@@ -20,6 +20,14 @@ def rising(values: np.ndarray) -> bool:
     return bool(np.all(np.diff(values) > 0))
 
 
+def looks_absolute(offsets: np.ndarray, vocab: int) -> bool:
+    """Whether a ``d2t`` could hold target ids as well as offsets.
+
+    Offsets rise at every step only where no two known ids are neighbours, which no real vocabulary has.
+    """
+    return len(offsets) > 1 and rising(offsets) and bool(offsets[0] >= 0 and offsets[-1] < vocab)
+
+
 def target_ids(store: PlainStore, vocab: int, draft: int, where: str) -> tuple[np.ndarray | None, str | None]:
     """(target ids [Vd] int64, None for the identity; a note or None) of ``draft`` ids out of ``vocab``.
 
@@ -60,8 +68,7 @@ def _from_offsets(
         fail(f"d2t holds {offsets.dtype} values; it must hold integers")
     offsets = offsets.astype(np.int64)
     ids = np.arange(draft) + offsets
-    if draft > 1 and rising(offsets) and offsets[0] >= 0 and offsets[-1] < vocab:
-        # Offsets rise at every step only where no two known ids are neighbours, which no real vocabulary has.
+    if looks_absolute(offsets, vocab):
         absolute = known is None or (np.array_equal(known, offsets) and not np.array_equal(known, ids))
         if absolute:
             fail("d2t looks like absolute target ids; it must hold offsets (target id minus draft id)")

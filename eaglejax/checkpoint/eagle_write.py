@@ -21,6 +21,7 @@ import numpy as np
 from eaglejax.checkpoint.eagle_configs import write_config
 from eaglejax.checkpoint.eagle_names import IGNORABLE, rules
 from eaglejax.checkpoint.eagle_read import DraftFile
+from eaglejax.checkpoint.eagle_vocabulary import looks_absolute
 from eaglejax.checkpoint.safetensors_io import Pending, write_safetensors
 from eaglejax.checkpoint.tables import leaf_paths
 from eaglejax.drafts.eagle_config import EagleConfig, default_boundaries
@@ -28,7 +29,7 @@ from eaglejax.drafts.eagle_model import Weights, param_table
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 
-FormName = Literal["safeailab", "sglang", "speculators", "modelopt"]
+FormName = Literal["safeailab", "sglang", "speculators", "modelopt", "eaglejax"]
 Tensors = dict[str, Pending]
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -41,7 +42,7 @@ class Form:
     ``versions``: EAGLE versions it knows. ``first``: prefix of EAGLE-3's first layer. ``map_always``: d2t is
     written for a full vocabulary too; ``t2d``: written beside it. ``embedding``: whether EAGLE-3 files keep
     the draft's own one although it is as wide as the target's. ``architecture`` by version. ``cannot``:
-    settings that it has no place for.
+    settings that it has no place for. ``as_is``: files hold what the draft ships, no more and no less.
     """
 
     versions: tuple[int, ...]
@@ -51,9 +52,15 @@ class Form:
     embedding: bool
     architecture: Mapping[int, str]
     cannot: tuple[tuple[str, Callable[[EagleConfig], bool]], ...]
+    as_is: bool = False
 
 
+_ASCENDING: tuple[str, Callable[[EagleConfig], bool]] = (
+    "boundaries that do not ascend",
+    lambda c: list(c.aux) != sorted(c.aux),
+)
 _COMMON_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
+    _ASCENDING,
     ("a logit softcap of its own", lambda c: c.own_head and c.softcap is not None),
     ("a scaled embedding", lambda c: c.embed_scale is not None),
 )
@@ -68,6 +75,13 @@ _PLAIN_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
 )
 _ONE_LAYER = ("more than one layer", lambda c: c.version == 3 and c.num_layers > 1)
 _THREE = ("another number of features than 3", lambda c: c.version == 3 and c.num_aux != 3)
+_FIRST_BLOCK = (
+    ("the embedding output (boundary 0) as a feature", lambda c: 0 in c.aux),
+    (
+        "boundaries that start at 1, which its readers take for block numbers",
+        lambda c: bool(c.aux) and c.aux[0] == 1,
+    ),
+)
 _HEAD_NORM = ("no norm before the head", lambda c: c.version == 3 and not c.head_norm)
 
 FORMS: dict[str, Form] = {
@@ -105,7 +119,7 @@ FORMS: dict[str, Form] = {
             _ONE_LAYER,
             _THREE,
             ("biases of q, k and v in EAGLE-3", lambda c: c.version == 3 and c.qkv_bias),
-            ("the embedding output (boundary 0) as a feature", lambda c: 0 in c.aux),
+            *_FIRST_BLOCK,
         ),
     ),
     "speculators": Form(
@@ -121,6 +135,7 @@ FORMS: dict[str, Form] = {
             ("another hidden size than the target's", lambda c: c.hidden_size != c.target_hidden_size),
             ("biases of q, k, v without one of o_proj, or the reverse", lambda c: c.qkv_bias != c.o_bias),
             ("a bias of fc", lambda c: c.fc_bias),
+            ("windows of several sizes", lambda c: len({w for w in c.windows if w}) > 1),
         ),
     ),
     "modelopt": Form(
@@ -137,8 +152,19 @@ FORMS: dict[str, Form] = {
             ("another hidden size than the target's", lambda c: c.hidden_size != c.target_hidden_size),
             ("biases of q, k and v", lambda c: c.qkv_bias),
             ("a bias of fc", lambda c: c.fc_bias),
-            ("the embedding output (boundary 0) as a feature", lambda c: 0 in c.aux),
+            *_FIRST_BLOCK,
         ),
+    ),
+    # An architecture that no other loader knows: what this form leaves out, others would take for broken.
+    "eaglejax": Form(
+        (1, 3),
+        "layers.0.",
+        map_always=False,
+        t2d=True,
+        embedding=True,
+        architecture={1: "EaglejaxDraft", 3: "EaglejaxDraft"},
+        cannot=(_ASCENDING,),
+        as_is=True,
     ),
 }
 
@@ -207,15 +233,21 @@ def write_draft(
         raise ConfigError(f"{out} exists and is not empty; name a new folder")
     notes: list[str] = []
     tensors = dict(tensors)
-    _settle_parts(config, tensors, form, to, target, notes)
+    if not form.as_is:
+        _settle_parts(config, tensors, ids, form, to, target, notes)
     _settle_boundaries(config, to, target, notes)
-    if config.version == 3 and not config.head_norm:
+    if config.version == 3 and not config.head_norm and not form.as_is:
         # The loader makes the module whether or not it is used.
         tensors["norm.weight"] = _pending(np.ones(config.hidden_size, tensors["fc.weight"].dtype))
     tensors = {_name(name, config, form): value for name, value in tensors.items()}
     if config.version == 3 and (ids is not None or form.map_always):
         full = np.arange(config.draft_vocab_size) if ids is None else np.asarray(ids, np.int64)
         tensors["d2t"] = _pending((full - np.arange(len(full))).astype(np.int64))
+        if not form.t2d and looks_absolute(full - np.arange(len(full)), config.vocab_size):
+            raise ConfigError(
+                f"the {to} form has no t2d, and without it the map of these {len(full)} tokens, no two of "
+                "which are neighbours, could be read as target ids as well as offsets; use another form"
+            )
         if form.t2d:
             member = np.zeros(config.vocab_size, np.bool_)
             member[full] = True
@@ -238,7 +270,13 @@ def _name(name: str, config: EagleConfig, form: Form) -> str:
 
 
 def _settle_parts(
-    config: EagleConfig, tensors: Tensors, form: Form, to: str, target: Target | None, notes: list[str]
+    config: EagleConfig,
+    tensors: Tensors,
+    ids: np.ndarray | None,
+    form: Form,
+    to: str,
+    target: Target | None,
+    notes: list[str],
 ) -> None:
     """Add what the form wants of the target, drop what it leaves to the target."""
     wants_head = config.version == 3
@@ -250,7 +288,12 @@ def _settle_parts(
                 raise ConfigError(
                     f"the {to} form holds the {part}, which this draft borrows; name the target"
                 )
-            tensors[name] = _pending(_part_of(target, name))
+            if name == _HEAD and target.config.final_softcap is not None:
+                raise ConfigError(
+                    f"the {to} form holds the head, but has no place for the target's logit softcap"
+                )
+            theirs = _part_of(target, name)
+            tensors[name] = _pending(theirs if name == _EMBED or ids is None else theirs[ids])
             notes.append(f"the target's {part} was copied into the file")
         elif name in tensors and not wanted and not kept:
             if target is None:

@@ -23,7 +23,8 @@ class Convert:
     draft: Annotated[str, tyro.conf.Positional]
     """Folder or Hub id of the draft."""
     to: FormName
-    """The form: safeailab (EaModel), sglang (SGLang, SpecForge), speculators (vLLM) or modelopt."""
+    """The form: safeailab (EaModel), sglang (SGLang, SpecForge), speculators (vLLM), modelopt, or eaglejax,
+    which holds every draft as it is."""
     output: Path
     """New folder for config.json and model.safetensors."""
     target: str | None = None
@@ -33,12 +34,14 @@ class Convert:
     aux_convention: AuxConvention = "auto"
     """What layer ids in the draft's config count: hidden-state boundaries, or blocks (their output is
     meant)."""
+    aux: tuple[int, ...] | None = None
+    """Hidden-state boundaries that are read instead of what the draft's config says (0 = embedding)."""
     json: bool = False
     """Print one JSON object on stdout, and nothing else there."""
 
     def run(self) -> int:
         """The command."""
-        file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention)
+        file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention, aux=self.aux)
         draft_plan(file, jnp.float32)
         target = None if self.target is None else load_target(self.target, dtype="float32")
         notes = write_draft(

@@ -68,7 +68,10 @@ def describe(file: DraftFile, target: ModelConfig | None = None) -> dict[str, An
             fits = {"fits": True, "why_not": None, "boundaries": list(config.fit(target).aux)}
         except EaglejaxError as error:
             fits = {"fits": False, "why_not": str(error), "boundaries": None}
-    own = {"embedding": config.own_embedding, "head": config.own_head}
+    own = {
+        "embedding": config.own_embedding,
+        "rows of the head" if config.target_rows else "head": config.own_head,
+    }
     return {
         "path": str(file.path),
         "method": f"eagle{config.version}",

@@ -34,7 +34,9 @@ class EagleConfig:
     ``head_norm``: a final norm stands before the head. ``feed_normed``: the state fed to the next draft step
     is the one after that norm (EAGLE-3.1) instead of the one before it.
 
-    ``own_embedding``, ``own_head``: the draft ships them; else they are the target's. ``windows``: attention
+    ``own_embedding``, ``own_head``: the draft ships them; else they are the target's. ``target_rows``: a
+    draft with a reduced vocabulary and without a head reads the rows of the target's head that stand for its
+    tokens; it must be said, because a head that is merely missing looks the same. ``windows``: attention
     window of each layer in positions (None: all; empty: all layers full). ``embed_scale`` multiplies the
     embedding and ``softcap`` caps the logits (target conventions that a draft with borrowed parts follows).
     """
@@ -64,6 +66,7 @@ class EagleConfig:
     qk_norm: bool = False
     own_embedding: bool = False
     own_head: bool = False
+    target_rows: bool = False
     windows: tuple[int | None, ...] = ()
     embed_scale: float | None = None
     softcap: float | None = None
@@ -99,11 +102,13 @@ class EagleConfig:
             raise ConfigError(f"windows has {len(self.windows)} entries for {self.num_layers} layers")
         if self.feed_normed and not self.head_norm:
             raise ConfigError("feed_normed needs head_norm: there is no normalised state to feed back")
-        if self.reduced and not self.own_head:
+        if self.reduced and not (self.own_head or self.target_rows):
             raise ConfigError(
                 f"a draft vocabulary of {self.draft_vocab_size} out of {self.vocab_size} needs a head of its "
-                f"own"
+                "own, or target_rows to say that it reads those rows of the target's"
             )
+        if self.target_rows and (self.own_head or not self.reduced):
+            raise ConfigError("target_rows is for a reduced draft vocabulary without a head of its own")
         activation(self.activation)
         self.rope.rotary_dim(self.head_dim)
         (self._check_first if self.version == 1 else self._check_third)()

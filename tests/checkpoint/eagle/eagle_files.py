@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+
+from eaglejax.checkpoint.eagle_read import DraftFile, read_draft
+from eaglejax.checkpoint.eagle_write import tensors_of_file, write_draft
+from eaglejax.models.config import ModelConfig
+from eaglejax.models.target import Target, random_target
+from eaglejax.nn.rope import RopeConfig
 
 V, VD, H, HEADS, KV, HD, F = 40, 24, 16, 4, 2, 4, 20
 
@@ -143,3 +150,30 @@ def to_torch(value: np.ndarray) -> Any:
     if value.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(value.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(value.copy())
+
+
+@functools.cache
+def small_target(tie: bool = False, **changes: Any) -> Target:
+    """A target that the drafts made here fit."""
+    config = ModelConfig(
+        family="llama",
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=20,
+        num_layers=7,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position=64,
+        rope=RopeConfig(),
+        query_scale=8**-0.5,
+        tie_embeddings=tie,
+    )
+    return random_target(dataclasses.replace(config, **changes), seed=3)
+
+
+def convert(folder: Path, out: Path, to: Any, **options: Any) -> DraftFile:
+    """The draft in ``folder``, written in another form and read back."""
+    file = read_draft(folder)
+    write_draft(out, file.config, tensors_of_file(file), file.ids, to=to, source=file.raw, **options)
+    return read_draft(out)

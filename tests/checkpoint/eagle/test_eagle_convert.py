@@ -12,14 +12,28 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from eagle_files import FLAT, FLAT1, HD, VD, H, V, make, maps, midlayer, rename, save, speculators_config
+from eagle_files import (
+    FLAT,
+    FLAT1,
+    HD,
+    VD,
+    H,
+    V,
+    convert,
+    make,
+    maps,
+    midlayer,
+    rename,
+    save,
+    small_target,
+    speculators_config,
+)
 
 from eaglejax.checkpoint.eagle import read_weights
 from eaglejax.checkpoint.eagle_configs import rope_to_hf
 from eaglejax.checkpoint.eagle_read import read_draft
 from eaglejax.checkpoint.eagle_write import (
     FORMS,
-    tensors_of_file,
     tensors_of_weights,
     write_draft,
 )
@@ -27,8 +41,6 @@ from eaglejax.cli.convert import Convert
 from eaglejax.cli.inspect import Inspect, describe
 from eaglejax.drafts.eagle_model import init_eagle
 from eaglejax.errors import ConfigError
-from eaglejax.models.config import ModelConfig
-from eaglejax.models.target import random_target
 from eaglejax.nn.rope import RopeConfig, from_hf
 
 MADE = make(dtype=ml_dtypes.bfloat16)
@@ -45,35 +57,12 @@ REQUIRED = {
     "sglang": {f"midlayer.{n}" for n in LAYER} | OUTSIDE | {"d2t", "t2d"},
     "speculators": {f"layers.0.{n}" for n in LAYER} | OUTSIDE | {"d2t", "t2d"},
     "modelopt": {f"layers.0.{n}" for n in LAYER} | OUTSIDE | {"d2t"},
+    "eaglejax": {f"layers.0.{n}" for n in LAYER} | OUTSIDE | {"d2t", "t2d"},
 }
-
-
-def small_target(tie: bool = False, **changes):
-    config = ModelConfig(
-        family="llama",
-        vocab_size=V,
-        hidden_size=H,
-        intermediate_size=20,
-        num_layers=7,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        max_position=64,
-        rope=RopeConfig(),
-        query_scale=8**-0.5,
-        tie_embeddings=tie,
-    )
-    return random_target(dataclasses.replace(config, **changes), seed=3)
 
 
 def original(tmp_path, config=BLOCKS, made=MADE):
     return save(tmp_path / "original", rename(made.tensors, midlayer) | maps(made), config)
-
-
-def convert(folder, out, to, **options):
-    file = read_draft(folder)
-    write_draft(out, file.config, tensors_of_file(file), file.ids, to=to, source=file.raw, **options)
-    return read_draft(out)
 
 
 @pytest.mark.parametrize("to", FORMS)
@@ -113,6 +102,7 @@ def test_configs_say_what_their_readers_look_for(tmp_path):
         "sglang": ["LlamaForCausalLMEagle3"],
         "speculators": ["Eagle3Speculator"],
         "modelopt": ["LlamaForCausalLMEagle3"],
+        "eaglejax": ["EaglejaxDraft"],
     }
     ids = "eagle_aux_hidden_state_layer_ids"
     assert said["sglang"]["eagle_config"][ids] == said["modelopt"]["eagle_config"][ids] == [1, 2, 3]
