@@ -53,6 +53,33 @@ def test_a08_support_equals_transformers(vocab):
     np.testing.assert_allclose(got.sum(-1), 1, atol=1e-5)
 
 
+def test_the_law_of_a_vocabulary_of_152k():
+    """Filters, mass and normalisation against float64: a nucleus of 1e5 near-equal tokens, a tail beside one
+    certain token, and a top-k within a nucleus. A law in f32 may be off by a token at the edge."""
+    vocab, rng = 151_936, np.random.default_rng(0)
+    settings = [
+        Sampling(temperature=1.0, top_p=0.9),
+        Sampling(temperature=0.7, top_p=0.999),
+        Sampling(temperature=1.3, top_k=1000, top_p=0.95, min_p=0.001),
+    ]
+    logits = (np.array([[0.3], [1.0], [2.0]]) * rng.normal(size=(3, vocab))).astype(np.float32)
+    logits[1, 77] = 16.0
+    rows = sampling.rows(settings, vocab)
+    got = np.asarray(jax.jit(sampling.law)(jnp.asarray(logits)[:, None], rows), np.float64)[:, 0]
+    for row, s in enumerate(settings):
+        z = logits[row].astype(np.float64)
+        order = np.argsort(-z, kind="stable")
+        p = np.exp((z[order] - z.max()) / s.temperature)
+        p[s.top_k or vocab :] = 0
+        p /= p.sum()
+        p[np.cumsum(p) - p >= s.top_p] = 0
+        p[p < s.min_p * p[0]] = 0
+        p /= p.sum()
+        assert np.abs(got[row][order] - p).sum() < 2e-5
+        assert abs(int((got[row] > 0).sum()) - int((p > 0).sum())) <= 3
+        assert abs(got[row].sum() - 1) < 1e-6
+
+
 def test_a08_ties_at_the_edges_are_kept():
     probs = np.array([0.4, 0.2, 0.2, 0.1, 0.1])
     for vocab in (5, 5000):

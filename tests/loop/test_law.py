@@ -28,8 +28,15 @@ TRIALS = 100_000
 PROMPT = (1, 4, 1, 4, 2, 1)
 CONFIG = tiny_config(vocab_size=V, hidden_size=8, num_heads=2, num_kv_heads=1, num_layers=1, sliding=(True,))
 DRAFT_CONFIG = tiny_config(
-    vocab_size=V - 1, hidden_size=8, num_heads=1, num_kv_heads=1, num_layers=1, sliding=(False,)
+    vocab_size=V - 1,
+    hidden_size=8,
+    num_heads=1,
+    num_kv_heads=1,
+    num_layers=1,
+    sliding=(False,),
+    max_position=len(PROMPT),
 )
+"""A draft of another vocabulary, geometry and window than the target's, made for shorter texts (A26, A82)."""
 TREE = from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
 SAMPLINGS = {
     "plain": Sampling(temperature=0.7, seed=0),

@@ -24,6 +24,7 @@ from loop_tools import (
     tiny_target,
 )
 
+from eaglejax.sampling import Sampling
 from eaglejax.speculate import metrics
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Generation, Piece, Request
 from eaglejax.speculate.stops import TextStream
@@ -157,15 +158,21 @@ def test_a_drafter_that_always_says_end_of_text() -> None:
 
 @pytest.mark.parametrize("name", ["draft_model", "mixed"])
 def test_log_probabilities_are_the_targets_for_every_token(name: str) -> None:
+    """A84: accepted, recovered and bonus tokens; the draft model's rows are sampled, but for one."""
     case, target, texts = CASES[name], tiny_target(), greedy_texts(prompts())
-    logits = np.asarray(full_forward(target.params, target.config, pad(texts))[0], np.float64)
-    whole = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    hot = Sampling(temperature=0.9, seed=3)
+    settings = [hot, GREEDY, hot] if name == "draft_model" else GREEDY
     accepted = others = 0
     for turn in (0, 1):
-        results = decode(case.proposer, case.params(texts, turn=turn), prompts(), logprobs=True)
+        results = decode(
+            case.proposer, case.params(texts, turn=turn), prompts(), samplings=settings, logprobs=True
+        )
+        written = [[*p, *r.token_ids] for p, r in zip(prompts(), results, strict=True)]
+        logits = np.asarray(full_forward(target.params, target.config, pad(written))[0], np.float64)
+        whole = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         for row, (result, prompt) in enumerate(zip(results, prompts(), strict=True)):
             at = np.arange(len(prompt), CONTEXT)
-            wanted = whole[row, at - 1, np.asarray(texts[row])[at]]
+            wanted = whole[row, at - 1, np.asarray(written[row])[at]]
             assert len(result.logprobs) == len(result.token_ids)
             np.testing.assert_allclose(result.logprobs, wanted, atol=1e-4)
             accepted += result.stats.num_accepted_tokens
