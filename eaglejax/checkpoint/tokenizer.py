@@ -64,7 +64,15 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of ``text``. ``special`` adds the tokens that the model expects around a text (a leading BOS,
-        say); special tokens that are spelled out in ``text`` are recognised either way."""
+        say); special tokens that are spelled out in ``text`` are recognised either way. Raises
+        ``RequestError`` for a text that UTF-8 cannot hold (JSON can spell half a surrogate pair)."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text is no valid Unicode: character {error.start} is {text[error.start]!r}, half of a "
+                "surrogate pair"
+            ) from error
         return self.backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:

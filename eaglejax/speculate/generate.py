@@ -112,13 +112,26 @@ def check_request(request: Request, context: int, vocab_size: int) -> None:
         raise RequestError(
             f"the prompt has {len(request.prompt)} tokens but the target's context is {context}; shorten it"
         )
-    if request.max_new_tokens < 0:
-        raise RequestError(f"max_new_tokens is {request.max_new_tokens}; it must be 0 or more")
-    bad = [t for t in request.prompt if not 0 <= t < vocab_size]
-    if bad:
-        raise RequestError(f"prompt token id {bad[0]} is not in the vocabulary [0, {vocab_size})")
-    if "" in request.stop:
-        raise RequestError("a stop string is empty; it would stop every answer before its first token")
+    limit = request.max_new_tokens
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+        raise RequestError(f"max_new_tokens is {limit!r}; it must be an integer of 0 or more")
+    # A predicted id beyond the vocabulary has no probability that could refuse it.
+    for name, ids in (("prompt", request.prompt), ("prediction", request.prediction or ())):
+        bad = [t for t in ids if not 0 <= t < vocab_size]
+        if bad:
+            raise RequestError(f"{name} token id {bad[0]} is not in the vocabulary [0, {vocab_size})")
+    for text in request.stop:
+        if not isinstance(text, str):
+            raise RequestError(f"stop string {text!r} is {type(text).__name__}; it must be a text")
+        if not text:
+            raise RequestError("a stop string is empty; it would stop every answer before its first token")
+    if not isinstance(request.sampling, Sampling):
+        raise RequestError(f"sampling is {request.sampling!r}; it must be a Sampling")
+    bias = dict(request.sampling.logit_bias or ())
+    if bias and max(bias) >= vocab_size:
+        raise RequestError(f"logit_bias names token {max(bias)}; the vocabulary ends at {vocab_size - 1}")
+    if len(bias) == vocab_size and all(value == float("-inf") for value in bias.values()):
+        raise RequestError("logit_bias bans every token of the vocabulary; leave at least one")
 
 
 class _Row:

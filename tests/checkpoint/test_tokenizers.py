@@ -92,6 +92,10 @@ class TestByteLevel:
     def test_text_comes_back(self, tokenizer, text):
         assert tokenizer.decode(tokenizer.encode(text, special=False)) == text
 
+    def test_half_a_character_is_refused(self, tokenizer):
+        with pytest.raises(RequestError, match=r"character 2 is .*half of a surrogate pair"):
+            tokenizer.encode("ab\ud83d")
+
     def test_ends_begins_and_sizes(self, tokenizer):
         ids = {name: 263 + i for i, name in enumerate(gguf_export.SPECIALS)}
         assert tokenizer.eos_ids == (ids["<|endoftext|>"], ids["<|im_end|>"])

@@ -21,10 +21,10 @@ from loop_tools import (
     tiny_target,
 )
 
-from eaglejax.errors import ConfigError
+from eaglejax.errors import ConfigError, RequestError
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import round
-from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
+from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request, check_request
 
 BAN = float("-inf")
 
@@ -183,3 +183,28 @@ def test_prompts_shorter_than_a_block(name: str) -> None:
         texts = greedy_texts(starts)
         results = decode(case.proposer, case.params(texts, turn=1), starts)
         assert [r.token_ids for r in results] == [list(t[n:]) for t, n in zip(texts, sizes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"prompt": ()}, "empty"),
+        ({"prompt": (1,) * (CONTEXT + 1)}, f"context is {CONTEXT}"),
+        ({"prompt": (1, VOCAB)}, f"prompt token id {VOCAB}"),
+        ({"prompt": (-1,)}, "prompt token id -1"),
+        ({"prediction": (3, 10**6)}, "prediction token id 1000000"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ({"max_new_tokens": None}, "max_new_tokens is None"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
+        ({"stop": ("a", "")}, "stop string is empty"),
+        ({"stop": (7,)}, "stop string 7 is int"),
+        ({"sampling": {"temperature": 1}}, "must be a Sampling"),
+        ({"sampling": Sampling(logit_bias={VOCAB: 1.0})}, f"names token {VOCAB}"),
+        ({"sampling": Sampling(logit_bias=dict.fromkeys(range(VOCAB), BAN))}, "bans every token"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(changes: dict[str, Any], match: str) -> None:
+    good = Request((1, 2), GREEDY, 5)
+    check_request(good, CONTEXT, VOCAB)
+    with pytest.raises(RequestError, match=match):
+        check_request(dataclasses.replace(good, **changes), CONTEXT, VOCAB)
