@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.dispatch import Implementation, Interpret, choose, resolve_interpret
 from kernels_pallas.errors import require
-from kernels_pallas.quant_matmul import tpu
+from kernels_pallas.quant_matmul import gpu, tpu
 from kernels_pallas.quant_matmul.packing import pack_int4, quantize_per_token, unpack_int4
 from kernels_pallas.quant_matmul.reference import quant_matmul_reference
 
@@ -37,7 +37,7 @@ def quant_matmul(
       w_scale: float [N], or [K / group, N] for groups of consecutive rows.
       x_scale: float [...], one a row of x.
       out_dtype: x's dtype by default, bfloat16 for int8 x.
-      implementation: "xla" everywhere, the "tpu" kernel, or "auto".
+      implementation: "xla" everywhere, the "tpu" and "gpu" (Hopper) kernels, or "auto", see `choose`.
       interpret: see `kernels_pallas.dispatch.resolve_interpret`.
 
     Returns:
@@ -54,20 +54,22 @@ def quant_matmul(
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if x.dtype == jnp.int8 else x.dtype
     out_dtype = jnp.dtype(out_dtype)
-    chosen = choose(_OP, implementation, {"xla": None, "tpu": tpu.refusal(rows, w, groups, packed)})
+    refusals = {
+        "xla": None,
+        "tpu": tpu.refusal(rows, w, groups, packed),
+        "gpu": gpu.refusal(rows, w, groups),
+    }
+    chosen = choose(_OP, implementation, refusals)
     interpret = resolve_interpret(_OP, chosen, interpret)
+    arguments = (rows, row_scale, w, groups)
     if chosen == "xla":
-        out = quant_matmul_reference(rows, row_scale, w, groups, packed=packed, out_dtype=out_dtype)
+        out = quant_matmul_reference(*arguments, packed=packed, out_dtype=out_dtype)
+    elif chosen == "gpu":
+        out = gpu.quant_matmul_gpu(*arguments, packed=packed, out_dtype=out_dtype, interpret=interpret)
     else:
+        int8 = tpu.has_int8_products()
         out = tpu.quant_matmul_tpu(
-            rows,
-            row_scale,
-            w,
-            groups,
-            packed=packed,
-            out_dtype=out_dtype,
-            int8=tpu.has_int8_products(),
-            interpret=interpret,
+            *arguments, packed=packed, out_dtype=out_dtype, int8=int8, interpret=interpret
         )
     return out.reshape(*x.shape[:-1], n)
 

@@ -28,8 +28,7 @@ def refusal(q: jax.Array, k: jax.Array, block_tables: jax.Array | None, block_kv
 
 def tree_attention_gpu(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
     """See `tree_attention_hopper`."""
-    # jax's Mosaic GPU modules need absl-py, which jax does not install, and half a second: only their users
-    # pay.
+    # Imported here for the reason that kernels_pallas.hopper gives.
     from kernels_pallas.tree_attention.hopper import tree_attention_hopper
 
     return tree_attention_hopper(*args, **options)

@@ -7,7 +7,6 @@ caches are copied as they are and widened in shared memory.
 """
 
 import functools
-import inspect
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.errors import require
+from kernels_pallas.hopper import MULTIPROCESSORS, load, simulated, swizzled
 from kernels_pallas.tree_attention.gpu import BLOCK
 
 _STAGES = 4
@@ -27,11 +26,6 @@ _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
-def has_simulator() -> bool:
-    """Whether this jax simulates Mosaic GPU kernels on a CPU (0.12 and later)."""
-    return hasattr(plgpu, "InterpretGPUParams")
-
-
 def column_tile(rows: int, dim: int) -> int:
     """Nodes x query heads a thread block takes: registers hold two float32 accumulators [dim, columns]."""
     allowed = [c for c in _COLUMN_TILES if c * dim <= _COLUMN_TILES[-1] * 128]
@@ -39,14 +33,8 @@ def column_tile(rows: int, dim: int) -> int:
 
 
 def default_splits(batch: int, kv_heads: int, tiles: int, slots: int) -> int:
-    """Thread blocks a cache is split over: two a multiprocessor of an H100, of at least 4 steps each."""
-    return max(1, min(2 * 132 // (batch * kv_heads * tiles), slots // (4 * BLOCK)))
-
-
-def _load(ref: Any, layout: Any, optimized: bool) -> jax.Array:
-    # jax 0.10 takes an index beside the reference, later versions do not.
-    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+    """Thread blocks a cache is split over: two a multiprocessor, of at least 4 steps each."""
+    return max(1, min(2 * MULTIPROCESSORS // (batch * kv_heads * tiles), slots // (4 * BLOCK)))
 
 
 def tree_attention_hopper(
@@ -71,13 +59,7 @@ def tree_attention_hopper(
     Returns:
       float32 [splits, B, N, Hq, D] outputs and float32 [splits, B, N, Hq] log-sum-exps.
     """
-    if interpret is True:
-        require(
-            has_simulator(),
-            "tree_attention",
-            f"the 'gpu' kernel is interpreted by jax 0.12 or later, not {jax.__version__}; use 'xla'",
-        )
-        interpret = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
+    interpret = simulated("tree_attention", interpret)
     batch, nodes, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -119,10 +101,8 @@ def tree_attention_hopper(
     if k_scale is not None and v_scale is not None:
         operands += [k_scale.astype(jnp.float32), v_scale.astype(jnp.float32)]
 
-    swizzle = columns * 2
-    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-    narrow_transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
-    stored = narrow_transforms if narrow else transforms
+    transforms = swizzled(columns)
+    stored = swizzled(64, 1) if narrow else transforms
     scratch: dict[str, Any] = {
         "q": plgpu.SMEM((dim, columns), dtype, transforms=transforms),
         "weights": plgpu.SMEM((BLOCK, columns), dtype, transforms=transforms),
@@ -167,12 +147,12 @@ def tree_attention_hopper(
         for step in range(stages - 1):
             pl.when(step < count)(functools.partial(fetch, jnp.int32(step)))
         plgpu.barrier_wait(scratch_refs["q_barrier"])
-        row_mask = [_load(mask_ref.at[row, tile, word], _COLUMNS, False) for word in range(mask_ref.shape[2])]
+        row_mask = [load(mask_ref.at[row, tile, word], _COLUMNS, False) for word in range(mask_ref.shape[2])]
 
         def widen(name, stage, written=None):
             """An 8-bit block as a wgmma operand; slots outside `written` become 0."""
             # Hopper converts 8-bit floats to float16 and float32, not to bfloat16.
-            tile = _load(scratch_refs[name].at[stage], plgpu.Layout.WGMMA, True).astype(jnp.float32)
+            tile = load(scratch_refs[name].at[stage], plgpu.Layout.WGMMA, True).astype(jnp.float32)
             if written is not None:
                 tile = jnp.where(lax.broadcast_in_dim(written, tile.shape, [0]), tile, jnp.zeros_like(tile))
             scratch_refs["wide"][...] = tile.astype(dtype)
@@ -180,7 +160,7 @@ def tree_attention_hopper(
             return scratch_refs["wide"]
 
         def clear_unwritten(block, written):
-            tile = _load(block, plgpu.Layout.WGMMA, True)
+            tile = load(block, plgpu.Layout.WGMMA, True)
             block[...] = jnp.where(lax.broadcast_in_dim(written, tile.shape, [0]), tile, jnp.zeros_like(tile))
             plgpu.commit_smem()
 
@@ -201,7 +181,7 @@ def tree_attention_hopper(
             scores = pl.run_scoped(scores_body, plgpu.ACC((BLOCK, columns), jnp.float32)) * scale
             outer, slot_in_page = place(step)
             if scaled:
-                k_scales = _load(k_scale_ref.at[outer, head, pl.ds(slot_in_page, BLOCK)], _ROWS, False)
+                k_scales = load(k_scale_ref.at[outer, head, pl.ds(slot_in_page, BLOCK)], _ROWS, False)
                 scores *= lax.broadcast_in_dim(k_scales, scores.shape, [0])
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
@@ -225,7 +205,7 @@ def tree_attention_hopper(
             # Unwritten slots may hold anything, and 0 * nan is nan.
             written = first_slot + plgpu.layout_cast(lax.iota(jnp.int32, BLOCK), _ROWS) < limit
             if scaled:
-                v_scales = _load(v_scale_ref.at[outer, head, pl.ds(slot_in_page, BLOCK)], _ROWS, False)
+                v_scales = load(v_scale_ref.at[outer, head, pl.ds(slot_in_page, BLOCK)], _ROWS, False)
                 v_scales = jnp.where(written, v_scales, 0.0)
                 weights *= lax.broadcast_in_dim(v_scales, scores.shape, [0])
             scratch_refs["weights"][...] = weights.astype(dtype)

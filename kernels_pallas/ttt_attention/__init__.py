@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.dispatch import Implementation, Interpret, choose, resolve_interpret
 from kernels_pallas.errors import require
-from kernels_pallas.ttt_attention import tpu
+from kernels_pallas.ttt_attention import gpu, tpu
 from kernels_pallas.ttt_attention.reference import ttt_attention_reference
 
 __all__ = ["ttt_attention"]
@@ -47,7 +47,7 @@ def ttt_attention(
         its own.
       scale: multiplies the scores; D ** -0.5 by default.
       block_q, block_kv: tokens the kernel handles at a time; chosen by heuristic when None.
-      implementation: "xla" everywhere, the "tpu" kernel, or "auto".
+      implementation: "xla" everywhere, the "tpu" and "gpu" (Hopper) kernels, or "auto", see `choose`.
       interpret: see `kernels_pallas.dispatch.resolve_interpret`.
 
     Returns:
@@ -60,12 +60,19 @@ def ttt_attention(
     if document_ids is None:
         document_ids = jnp.zeros(q.shape[:2], jnp.int32)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    chosen = choose(_OP, implementation, {"xla": None, "tpu": tpu.refusal(q, keys[0], block_q, block_kv)})
+    refusals = {
+        "xla": None,
+        "tpu": tpu.refusal(q, keys[0], block_q, block_kv),
+        "gpu": gpu.refusal(q, block_q, block_kv),
+    }
+    chosen = choose(_OP, implementation, refusals)
     interpret = resolve_interpret(_OP, chosen, interpret)
     if chosen == "xla":
         return ttt_attention_reference(
             q, keys, values, document_ids, scale=scale, query_chunk=block_q or _XLA_QUERY_CHUNK
         )
+    if chosen == "gpu":
+        return gpu.ttt_attention_gpu(q, keys, values, document_ids, scale=scale, interpret=interpret)
     return tpu.ttt_attention_tpu(
         q, keys, values, document_ids, scale=scale, block_q=block_q, block_kv=block_kv, interpret=interpret
     )

@@ -57,6 +57,17 @@ def abstract_tpu(generation: str) -> AbstractMesh:
     return AbstractMesh((1,), ("x",), abstract_device=device)
 
 
+def mosaic_gpu():
+    """The module, or a skip: jax 0.10 cannot import it without absl-py, which it does not require."""
+    return pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+
+
+def gpu_simulator():
+    if not hasattr(mosaic_gpu(), "InterpretGPUParams"):
+        pytest.skip(f"jax {jax.__version__} does not simulate Mosaic GPU kernels; 0.12 does")
+    return mosaic_gpu().InterpretGPUParams(detect_races=True)
+
+
 def lower_for(platform: str, function: Callable, *shapes: Any) -> str:
     """StableHLO of the function exported for "tpu" or "cuda"."""
     if platform == "cuda":

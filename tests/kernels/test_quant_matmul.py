@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_checks import TPU_TOPOLOGIES, compile_for_tpu, lower_for, shapes_of
+from kernel_checks import (
+    TPU_TOPOLOGIES,
+    compile_for_tpu,
+    gpu_simulator,
+    lower_for,
+    mosaic_gpu,
+    shapes_of,
+)
 
 from kernels_pallas import KernelError
 from kernels_pallas.quant_matmul import pack_int4, quant_matmul, quantize_per_token, unpack_int4
@@ -115,6 +122,87 @@ def test_simulated_tpu_sees_no_race_and_no_read_out_of_bounds(form):
     np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
 
 
+GPU_PROBLEM = {"dtype": jnp.bfloat16, "k": 1024, "n": 128}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_simulated_gpu_kernel_equals_the_dequantised_product(form):
+    simulator = gpu_simulator()
+    arguments, want = make_problem(**(FORMS[form] | GPU_PROBLEM))
+    got = multiply(arguments, implementation="gpu", interpret=simulator, out_dtype=jnp.float32)
+    np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
+
+
+def test_simulated_gpu_kernel_takes_more_rows_than_a_tile():
+    simulator = gpu_simulator()
+    arguments, want = make_problem(**(FORMS["W4A16 grouped"] | GPU_PROBLEM | {"rows": 70, "n": 64, "k": 512}))
+    got = multiply(arguments, implementation="gpu", interpret=simulator, out_dtype=jnp.float32)
+    np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gpu_sums_of_integers_as_bfloat16_are_exact(packed):
+    mosaic_gpu()
+    from kernels_pallas.quant_matmul.hopper import unit_rows
+
+    # A unit's products, at most 2^14 each, sum to at most 2^24, up to which float32 holds every integer.
+    terms_per_row = 2 if packed else 1
+    for stored in range(64, 16384 + 64, 64):
+        rows = unit_rows(stored, terms_per_row)
+        assert stored % rows == 0
+        assert rows * terms_per_row * 2**14 <= 2**24
+
+    k = 2048
+    x = jnp.full((1, k), -128, jnp.int8).at[0, 0].set(-127)
+    w = jnp.full((k, 64), -8 if packed else -128, jnp.int8)
+    w = w.at[0].set(-7 if packed else -127)
+    want = np.asarray(x, np.int64) @ np.asarray(w, np.int64)
+    assert want[0, 0] % 2 == 1
+    got = multiply(
+        {
+            "x": x,
+            "w": pack_int4(w) if packed else w,
+            "w_scale": jnp.ones(64),
+            "x_scale": jnp.ones(1),
+        },
+        implementation="gpu",
+        interpret=gpu_simulator(),
+        out_dtype=jnp.float32,
+    )
+    np.testing.assert_array_equal(got, want.astype(np.float32))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lowers_for_gpu(form):
+    mosaic_gpu()
+    for dtype in ("bfloat16", "float16"):
+        lowered = lower_for(
+            "cuda",
+            lambda arguments: quant_matmul(**arguments, implementation="gpu", interpret=False),
+            serving_shapes(FORMS[form], dtype=dtype),
+        )
+        assert "mosaic_gpu" in lowered
+
+
+@pytest.mark.parametrize(
+    ("form", "problem", "message"),
+    [
+        ("W8A16", {"dtype": jnp.float32}, "takes int8, bfloat16 and float16 activations, not float32"),
+        (
+            "W4A16 grouped",
+            {"dtype": jnp.bfloat16, "k": 256},
+            "4-bit groups of a multiple of 128 rows, got 64",
+        ),
+        ("W8A8 grouped", {"k": 256}, "8-bit groups of a multiple of 64 rows, got 32"),
+        ("W8A8", {"n": 300}, "takes N as a multiple of 64, got 300"),
+    ],
+)
+def test_gpu_kernel_refuses_by_name(form, problem, message):
+    arguments, _ = make_problem(**(FORMS[form] | problem))
+    with pytest.raises(KernelError, match=message):
+        quant_matmul(**arguments, implementation="gpu", interpret=False)
+
+
 def test_leading_axes_are_kept():
     arguments, want = make_problem(**FORMS["W8A8"])
     arguments["x"] = arguments["x"].reshape(2, 5, -1)
@@ -187,7 +275,7 @@ def test_compiles_for_tpu_in_every_form(generation, form, rows):
         ({"w_scale": jnp.ones(200)}, "must end in N = 300"),
         ({"w_scale": jnp.ones((7, 300))}, "7 groups do not divide"),
         ({"w_scale": jnp.ones((32, 300)), "implementation": "tpu"}, "multiple of 32 rows, got 16"),
-        ({"implementation": "gpu"}, "no implementation 'gpu'"),
+        ({"implementation": "rocm"}, "no implementation 'rocm'"),
     ],
 )
 def test_refuses_by_name(change, message):

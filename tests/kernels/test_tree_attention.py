@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
-from kernel_checks import TPU_TOPOLOGIES, compile_for_tpu, compile_for_tpus, lower_for, shapes_of
+from kernel_checks import (
+    TPU_TOPOLOGIES,
+    compile_for_tpu,
+    compile_for_tpus,
+    gpu_simulator,
+    lower_for,
+    mosaic_gpu,
+    shapes_of,
+)
 from tree_cases import ancestor_matrix, close, make_case, naive, random_parents
 
 from kernels_pallas import KernelError
@@ -151,17 +159,6 @@ def test_a_node_that_sees_nothing_gives_zeros_and_minus_infinity(implementation)
     for out, lse in (empty, merged):
         assert not out.any()
         assert (lse == -jnp.inf).all()
-
-
-def mosaic_gpu():
-    """The module, or a skip: jax 0.10 cannot import it without absl-py, which it does not require."""
-    return pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-
-
-def gpu_simulator():
-    if not hasattr(mosaic_gpu(), "InterpretGPUParams"):
-        pytest.skip(f"jax {jax.__version__} does not simulate Mosaic GPU kernels; 0.12 does")
-    return mosaic_gpu().InterpretGPUParams(detect_races=True)
 
 
 GPU_CASES = {

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
-from kernel_checks import TPU_TOPOLOGIES, compile_for_tpu, lower_for, shapes_of
+from kernel_checks import (
+    TPU_TOPOLOGIES,
+    compile_for_tpu,
+    gpu_simulator,
+    lower_for,
+    mosaic_gpu,
+    shapes_of,
+)
 
 from kernels_pallas import KernelError
 from kernels_pallas.ttt_attention import ttt_attention
@@ -91,13 +98,38 @@ def test_simulated_tpu_sees_no_race_and_no_read_out_of_bounds():
 
 
 def test_bfloat16_gradients():
-    problem = make_problem(length=140, steps=2, dtype=jnp.bfloat16)
+    problem, want = bfloat16_problem(length=140, steps=2)
+    for options in ({"implementation": "xla"}, {"implementation": "tpu", "interpret": True}):
+        assert_close(out_and_gradients(problem, **options), want, 3e-2)
+
+
+def bfloat16_problem(**shapes):
+    """A bfloat16 problem, and its output and gradients in float32 rounded once."""
+    problem = make_problem(**shapes, dtype=jnp.bfloat16)
     wide = [jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in problem]
     wide[3] = problem[3]
     want = out_and_gradients(tuple(wide), implementation="xla")
-    want = jax.tree.map(lambda x: x.astype(jnp.bfloat16), want)
-    for options in ({"implementation": "xla"}, {"implementation": "tpu", "interpret": True}):
-        assert_close(out_and_gradients(problem, **options), want, 3e-2)
+    return problem, jax.tree.map(lambda x: x.astype(jnp.bfloat16), want)
+
+
+GPU_CASES = {
+    "packed": {"length": 300, "steps": 3, "batch": 1, "kv_heads": 1},
+    "one document, head size 128": {
+        "length": 200,
+        "steps": 1,
+        "documents": 1,
+        "dim": 128,
+        "batch": 1,
+        "group": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_simulated_gpu_kernels_equal_autodiff_of_the_reference_and_race_nowhere(name):
+    simulator = gpu_simulator()
+    problem, want = bfloat16_problem(**GPU_CASES[name])
+    assert_close(out_and_gradients(problem, implementation="gpu", interpret=simulator), want, 1e-2)
 
 
 def test_documents_do_not_see_each_other():
@@ -140,9 +172,9 @@ test_many_random_problems = pytest.mark.slow(
 )
 
 
-def gradient(q, keys, values, ids):
+def gradient(q, keys, values, ids, implementation="tpu"):
     def loss(q, keys, values):
-        out = ttt_attention(q, keys, values, document_ids=ids, implementation="tpu", interpret=False)
+        out = ttt_attention(q, keys, values, document_ids=ids, implementation=implementation, interpret=False)
         return jnp.sum(out.astype(jnp.float32))
 
     return jax.grad(loss, (0, 1, 2))(q, keys, values)
@@ -160,6 +192,13 @@ def training_shapes(batch=1, length=2048, heads=32, kv_heads=8, dim=128, steps=3
 
 def test_lowers_for_tpu():
     assert lower_for("tpu", gradient, *training_shapes()).count("tpu_custom_call") >= 3
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lowers_for_gpu(dim):
+    mosaic_gpu()
+    lowered = lower_for("cuda", functools.partial(gradient, implementation="gpu"), *training_shapes(dim=dim))
+    assert lowered.count("stablehlo.custom_call @mosaic_gpu") == 3
 
 
 @pytest.mark.parametrize("generation", TPU_TOPOLOGIES)
@@ -196,7 +235,8 @@ def test_compiles_for_tpu_in_every_variant(generation, shapes):
     ("change", "message"),
     [
         ({"keys": []}, "one array a step"),
-        ({"implementation": "gpu"}, r"no implementation 'gpu' .* \['xla', 'tpu'\]"),
+        ({"implementation": "rocm"}, r"no implementation 'rocm' .* \['xla', 'tpu'\]"),
+        ({"implementation": "gpu"}, "takes bfloat16, not float32"),
         ({"implementation": "tpu", "block_kv": 100}, "multiple of 128"),
         ({"implementation": "tpu", "block_q": 24}, "divides block_kv"),
         ({"document_ids": jnp.zeros((2, 9), jnp.int32)}, "document_ids must be int32"),
@@ -210,6 +250,19 @@ def test_refuses_by_name(change, message):
     arguments = {"q": q, "keys": keys, "values": values, "document_ids": ids} | change
     with pytest.raises(KernelError, match=message):
         ttt_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ({"dim": 96}, {}, "head sizes 64 and 128, not 96"),
+        ({}, {"block_q": 128}, "64 tokens at a time, not block_q 128"),
+    ],
+)
+def test_gpu_kernels_refuse_by_name(shapes, options, message):
+    q, keys, values, ids, _ = make_problem(length=8, steps=2, dtype=jnp.bfloat16, **shapes)
+    with pytest.raises(KernelError, match=message):
+        ttt_attention(q, keys, values, document_ids=ids, implementation="gpu", **options)
 
 
 def test_shapes_of_gradients():
