@@ -1,19 +1,20 @@
 """PyTorch ``.bin`` files (zip archives with a pickle inside) without PyTorch and without running what they
 hold.
 
-A pickle is a program. This reader's unpickler knows the handful of names that a dict of tensors needs and
+A pickle is a program. This reader knows the handful of operations and names that a dict of tensors needs and
 refuses every other one, so that a hostile file can do nothing. Tensors are views of the mapped archive;
 nothing is copied.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-import pickle
+import pickletools
+import struct
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ _STORAGES: dict[str, np.dtype] = {
     "ByteStorage": np.dtype(np.uint8),
     "BoolStorage": np.dtype(np.bool_),
 }
+_ODD_ARCHIVE = (NotImplementedError, RuntimeError, EOFError, ValueError, OSError)
+"""What else ``zipfile`` raises for archives that no saver writes (encrypted, unknown compression, cut)."""
 _LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name
 
 
@@ -54,6 +57,8 @@ class _Tensor:
 
 def _rebuild_tensor(storage: Any, offset: int, shape: Any, strides: Any, *rest: Any) -> _Tensor:
     del rest  # requires_grad, hooks, metadata
+    if not isinstance(storage, _Storage) or len(shape) != len(strides):
+        raise ValueError("a tensor without a storage, or with strides for another shape")
     return _Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
 
 
@@ -63,30 +68,138 @@ def _rebuild_parameter(tensor: _Tensor, *rest: Any) -> _Tensor:
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "OrderedDict"): dict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch", "Size"): tuple,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
 }
+_CALLABLE = (dict, tuple, _rebuild_tensor, _rebuild_parameter)
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+_LARGEST_PICKLE = 1 << 26
+"""Bytes; a dict of a hundred thousand tensors takes a fifth of it."""
+
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+}
+_LITERALS = {"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_MARK: Any = object()
+
+
+class _Pickle:
+    """A machine for the few opcodes that a saved dict of tensors consists of.
+
+    Python's own unpickler would do more than that whatever its ``find_class`` refuses: set attributes, make
+    instances, fill all memory at the wish of one index.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._result: Any = None
+        for opcode, argument, _ in pickletools.genops(data):
+            self._step(opcode.name, argument)
+
+    @classmethod
+    def load(cls, data: bytes) -> Any:
+        """The object that ``data`` describes; raises CheckpointError for anything but tensors in it."""
         try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise CheckpointError(
-                f"its pickle asks for {module}.{name}, which a file of plain tensors has no use for; it is "
-                f"not run. "
-                "Convert the file to safetensors where you trust it"
-            ) from None
+            return cls(data)._result
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"its pickle is damaged ({error})") from error
 
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, dtype, key, _, size = pid
-        if kind != "storage" or not isinstance(dtype, np.dtype):
-            raise CheckpointError(f"its pickle refers to {pid!r}, which is no tensor storage")
-        return _Storage(str(key), dtype, int(size))
+    def _step(self, name: str, argument: Any) -> None:
+        stack = self._stack
+        if name in _LITERALS:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name]())
+        elif name in ("PROTO", "FRAME"):
+            pass
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = stack[-1]
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        elif name == "TUPLE":
+            stack.append(tuple(self._marked()))
+        elif name in _TUPLES:
+            stack.append(tuple(self._take(_TUPLES[name])))
+        elif name in ("APPEND", "APPENDS"):
+            items = self._take(1) if name == "APPEND" else self._marked()
+            _of(list, stack[-1]).extend(items)
+        elif name in ("SETITEM", "SETITEMS"):
+            items = self._take(2) if name == "SETITEM" else self._marked()
+            _of(dict, stack[-1]).update(zip(items[::2], items[1::2], strict=True))
+        elif name == "GLOBAL":
+            stack.append(_known(*argument.split(" ", 1)))
+        elif name == "STACK_GLOBAL":
+            stack.append(_known(*self._take(2)))
+        elif name == "REDUCE":
+            function, arguments = self._take(2)
+            if not any(function is known for known in _CALLABLE):
+                raise CheckpointError(f"its pickle calls {function!r}, which is no part of a tensor")
+            stack.append(function(*_of(tuple, arguments)))
+        elif name == "BUILD":
+            # The attributes of a state dict (version numbers of modules) mean nothing here.
+            self._take(1)
+        elif name == "BINPERSID":
+            stack.append(_storage(*self._take(1)))
+        elif name == "STOP":
+            (self._result,) = stack
+        else:
+            raise CheckpointError(
+                f"its pickle has the operation {name}, which a file of tensors does not need"
+            )
+
+    def _take(self, count: int) -> list[Any]:
+        items = self._stack[len(self._stack) - count :]
+        if len(items) < count or any(item is _MARK for item in items):
+            raise ValueError("an operation lacks its operands")
+        del self._stack[len(self._stack) - count :]
+        return items
+
+    def _marked(self) -> list[Any]:
+        """What lies above the last mark; the mark goes too."""
+        at = max(i for i, item in enumerate(self._stack) if item is _MARK)
+        items = self._stack[at + 1 :]
+        del self._stack[at:]
+        return items
+
+
+def _of(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"a {kind.__name__} was expected, not {type(value).__name__}")
+    return value
+
+
+def _known(module: str, name: str) -> Any:
+    try:
+        return _ALLOWED[module, name]
+    except KeyError:
+        raise CheckpointError(
+            f"its pickle asks for {module}.{name}, which a file of plain tensors has no use for; it is not "
+            "run. Convert the file to safetensors where you trust it"
+        ) from None
+
+
+def _storage(pid: Any) -> _Storage:
+    kind, dtype, key, _, size = _of(tuple, pid)
+    if kind != "storage" or not isinstance(dtype, np.dtype):
+        raise CheckpointError(f"its pickle refers to {pid!r}, which is no tensor storage")
+    return _Storage(str(key), dtype, int(size))
 
 
 class TorchBinFile:
@@ -105,6 +218,8 @@ class TorchBinFile:
                 arrays = _read(path)
             except CheckpointError as error:
                 raise CheckpointError(f"{path}: {error}") from error
+            except (zipfile.BadZipFile, zlib.error, struct.error, *_ODD_ARCHIVE) as error:
+                raise CheckpointError(f"{path}: its archive is damaged ({error})") from error
             twice = sorted(self._arrays.keys() & arrays.keys())
             if twice:
                 raise CheckpointError(
@@ -149,20 +264,11 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         order = entries.get(root + "byteorder")
         if order is not None and archive.read(order) != b"little":
             raise CheckpointError("it was written on a big-endian machine, which is not read")
-        with archive.open(pickles[0]) as file:
-            try:
-                tensors = _Unpickler(file).load()
-            except (
-                pickle.UnpicklingError,
-                EOFError,
-                TypeError,
-                ValueError,
-                AttributeError,
-                IndexError,
-            ) as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                raise CheckpointError(f"its pickle is damaged ({error})") from error
+        if entries[pickles[0]].file_size > _LARGEST_PICKLE:
+            raise CheckpointError(
+                f"its pickle is larger than {_LARGEST_PICKLE} bytes, which no dict of tensors is"
+            )
+        tensors = _Pickle.load(archive.read(pickles[0]))
         if not isinstance(tensors, Mapping) or not all(isinstance(t, _Tensor) for t in tensors.values()):
             raise CheckpointError("it holds something else than a dict of tensors")
         return {str(name): _view(path, archive, entries, root, tensor) for name, tensor in tensors.items()}
