@@ -12,37 +12,35 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from eagle_files import FLAT, FLAT1, HD, VD, H, V, make, maps, midlayer, rename, save, speculators_config
+from eagle_files import (
+    FLAT,
+    FLAT1,
+    HD,
+    VD,
+    H,
+    V,
+    make,
+    maps,
+    midlayer,
+    rename,
+    save,
+    small_target,
+    speculators_config,
+)
 
-from eaglejax.checkpoint.eagle import bind, load_draft, read_weights
+from eaglejax.checkpoint.eagle import bind, draft_plan, load_draft, read_weights
+from eaglejax.checkpoint.eagle_names import plain_name
 from eaglejax.checkpoint.eagle_read import read_draft
+from eaglejax.cli.inspect import describe
 from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle import Eagle
 from eaglejax.drafts.eagle_unroll import unroll
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import CheckpointError, ConfigError, EaglejaxError, MismatchError
-from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import random_target
-from eaglejax.nn.rope import RopeConfig
 
-TARGET_CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=V,
-    hidden_size=H,
-    intermediate_size=20,
-    num_layers=7,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position=64,
-    rope=RopeConfig(),
-    query_scale=8**-0.5,
-)
-
-
-@functools.cache
-def target():
-    return random_target(TARGET_CONFIG, seed=3)
+target = small_target
+TARGET_CONFIG = small_target().config
 
 
 @functools.lru_cache
@@ -148,6 +146,44 @@ def test_every_eagle3_form_is_the_same_draft(name, tmp_path):
     assert (read.version, read.head_dim, read.rope.theta) == (3, HD, 10000.0)
     assert file.layout.startswith(layout)
     assert got.shape[-1] == VD
+
+
+@pytest.mark.parametrize("name", EAGLE3_FORMS)
+def test_every_eagle3_form_is_strict_and_inspected(name, tmp_path):
+    """Each missing weight, a stray one and one that comes under two names are refused in every form, and
+    inspect says the same of all: method, map, what is borrowed, which target fits and why not."""
+    tensors, config, _, layout = EAGLE3_FORMS[name]
+    folder = tmp_path / "it"
+
+    def understood(changed):
+        file = read_draft(save(folder, changed, config))
+        draft_plan(file, jnp.float32)
+        return file
+
+    weights = [n for n in tensors if plain_name(n) in MADE.tensors]
+    assert len(weights) == len(MADE.tensors)
+    for lost in weights:
+        with pytest.raises(CheckpointError, match="lacks"):
+            understood({n: v for n, v in tensors.items() if n != lost})
+    wrapped = {"draft_model." + n: tensors[n] for n in weights[:1]}
+    with pytest.raises(CheckpointError, match="twice"):
+        understood(tensors | wrapped)
+    stray = weights[-1].rsplit(".", 1)[0] + ".scale"
+    with pytest.raises(CheckpointError, match="no use for"):
+        understood(tensors | {stray: np.ones(3, np.float32)})
+
+    file = understood(tensors)
+    report = describe(file, TARGET_CONFIG)
+    assert report["method"] == "eagle3"
+    assert report["layout"].startswith(layout)
+    assert report["borrows"] == ([] if file.config.own_embedding else ["embedding"])
+    assert report["vocabulary"]["draft"] == VD
+    assert report["vocabulary"]["coverage"] == VD / V
+    assert report["target"] == {"fits": True, "why_not": None, "boundaries": [2, 3, 4]}
+    for change, why in (({"vocab_size": 50}, "of 40"), ({"hidden_size": 20}, "width 16")):
+        other = describe(file, dataclasses.replace(TARGET_CONFIG, **change))["target"]
+        assert not other["fits"]
+        assert why in other["why_not"]
 
 
 @pytest.mark.parametrize("form", ["bin", "vllm", "no-bias"])
