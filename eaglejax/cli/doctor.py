@@ -36,16 +36,15 @@ class Doctor:
 
 def examine() -> dict[str, Any]:
     """The object that ``doctor --json`` prints."""
-    import jax
-
     startup = devices.prepare()
+    adapter = devices.current()
     choice = cpu.choose_dtype()
     return {
         "machine": machine.describe(),
         "adapter": {
-            "name": jax.default_backend(),
+            **adapter.describe(),
             "fastest_dtype": choice.dtype,
-            "reason": choice.reason,
+            "fastest_dtype_reason": choice.reason,
             "product_ms": choice.milliseconds,
         },
         "cpu_flags": dataclasses.asdict(startup.cpu_flags),
@@ -90,6 +89,28 @@ def self_test() -> dict[str, Any]:
     }
 
 
+def _choices(adapter: dict[str, Any]) -> dict[str, str]:
+    """What the adapter chose, each with its reason, as a person reads it."""
+    attention = adapter["attention"]
+    values = {
+        "attention": ", ".join(
+            [attention["implementation"]]
+            + [f"{k} {v}" for k, v in attention.items() if k != "implementation"]
+        ),
+        "block_kv": "by shape" if "block_kv" in adapter["reasons"] else None,
+        "weight_dtype": adapter["weight_dtype"],
+        "cache_dtype": adapter["cache_dtype"],
+        "matmul_precision": adapter["matmul_precision"],
+        "memory_bytes": f"{adapter['memory_gib']} GiB",
+        "mesh": "axes " + ", ".join(adapter["mesh"]["axes"]),
+    }
+    return {
+        name.replace("_", " "): f"{value}: {adapter['reasons'][name]}"
+        for name, value in values.items()
+        if value is not None
+    }
+
+
 def _print(report: dict[str, Any]) -> None:
     place, adapter = report["machine"], report["adapter"]
     table = rich.table.Table(show_header=False, title="eaglejax doctor", title_justify="left")
@@ -100,7 +121,10 @@ def _print(report: dict[str, Any]) -> None:
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in place["versions"].items() if v))
     table.add_row("python", place["python"])
     table.add_row("devices", f"{place['platform']}: {', '.join(place['devices'])}")
-    table.add_row("fastest dtype", f"{adapter['fastest_dtype']}: {adapter['reason']}")
+    table.add_row("adapter", f"{adapter['name']} ({adapter['platform']}, {adapter['generation']})")
+    for choice, value in _choices(adapter).items():
+        table.add_row(choice, value)
+    table.add_row("fastest dtype", f"{adapter['fastest_dtype']}: {adapter['fastest_dtype_reason']}")
     for dtype, times in adapter["product_ms"].items():
         table.add_row("", f"{dtype}: " + ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in times.items()))
     flags = report["cpu_flags"]

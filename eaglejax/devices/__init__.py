@@ -12,6 +12,9 @@ import os
 import sys
 
 from eaglejax.devices import compile_cache, cpu
+from eaglejax.devices.adapter import XLA, Adapter, Attention, choose, current
+
+__all__ = ["XLA", "Adapter", "Attention", "Startup", "choose", "current", "jax_has_started", "prepare"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,8 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from eaglejax.devices import compile_cache
+from eaglejax.devices import compile_cache, machine
+from eaglejax.devices.adapter import XLA, Adapter
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +131,35 @@ def _remember(memory: Path, known: dict[str, bool]) -> None:
         os.replace(file.name, memory)
     except OSError as error:
         log.info("the result of the flag probe could not be kept in %s: %s", memory, error)
+
+
+def adapter(device: Any) -> Adapter:
+    """The adapter of a CPU device: XLA throughout. ``choose_dtype`` measures what this one cannot know."""
+    from eaglejax import devices
+
+    del device
+    flags = devices.prepare().cpu_flags
+    return Adapter(
+        name="cpu",
+        platform="cpu",
+        generation=machine.processor(),
+        attention=XLA,
+        kernels=(),
+        weight_dtype="bfloat16",
+        cache_dtype="bfloat16",
+        matmul_precision="default",
+        memory_bytes=machine.memory_bytes(),
+        xla_flags=tuple(f"{name}={value}" for name, value in FLAGS.items()),
+        reasons=(
+            ("attention", "no kernel compiles for a CPU"),
+            ("weight_dtype", "half the bytes of float32; see the measurement of products"),
+            ("cache_dtype", "the weights' dtype"),
+            ("matmul_precision", "float32 products are computed in float32"),
+            ("memory_bytes", "the machine's memory, which other processes share"),
+            ("xla_flags", flags.reason),
+            ("mesh", "one device; more only where jax is told to make them"),
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from eaglejax.devices import Attention
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.mlp import activation
@@ -39,6 +40,7 @@ class EagleConfig:
     tokens; it must be said, because a head that is merely missing looks the same. ``windows``: attention
     window of each layer in positions (None: all; empty: all layers full). ``embed_scale`` multiplies the
     embedding and ``softcap`` caps the logits (target conventions that a draft with borrowed parts follows).
+    ``attention``: how it is computed (None: as the device's adapter chooses); no part of the architecture.
     """
 
     version: int
@@ -70,6 +72,7 @@ class EagleConfig:
     windows: tuple[int | None, ...] = ()
     embed_scale: float | None = None
     softcap: float | None = None
+    attention: Attention | None = None
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):

@@ -267,6 +267,7 @@ def step(
             slot_positions=slot_positions,
             scale=config.head_dim**-0.5,
             window=config.window(layer),
+            implementation=config.attention,
         )
 
     state = backbone(params, config, feature, tokens, positions, attention)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from eaglejax.devices import Attention
 from eaglejax.errors import ConfigError
 from eaglejax.nn import rope as rope_lib
 from eaglejax.nn.mlp import activation
@@ -25,7 +26,8 @@ class ModelConfig:
     ``sliding_rope`` (None: ``rope``). ``sparse[i]`` says that layer i's feed-forward block is the mixture
     ``moe``. ``norm_offset``: norm weights are stored as distance from one. ``sandwich_norms``: a second
     norm closes each of the two blocks of a layer before its residual sum. ``embed_scale`` (rounded to the
-    embedding's dtype) multiplies the embedding, ``query_scale`` the attention scores.
+    embedding's dtype) multiplies the embedding, ``query_scale`` the attention scores. ``attention``: how it
+    is computed (None: as the device's adapter chooses); it is no part of the architecture.
     """
 
     family: str
@@ -56,6 +58,7 @@ class ModelConfig:
     embed_scale: float | None = None
     moe: MoeConfig | None = None
     sparse: tuple[bool, ...] = ()
+    attention: Attention | None = None
 
     def __post_init__(self) -> None:
         for name in (

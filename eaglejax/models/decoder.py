@@ -258,6 +258,7 @@ def _attention(
         scale=config.query_scale,
         window=config.layer_window(index),
         softcap=config.attention_softcap,
+        implementation=config.attention,
     )
     return linear(out.reshape(b, n, -1), layer["o"], layer.get("o_bias")), cached_k, cached_v
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from eaglejax import devices
+from eaglejax.devices import Attention
+from eaglejax.devices import adapter as adapters
 from eaglejax.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 MASKED = -1e30
 """Score of an unseen slot: finite, so that no difference of infinities arises."""
+
+MOST_ROWS = 1024
+"""Queries x query heads of a key/value head in one kernel call: 2048 overflow the VMEM of v4, v5e and v5p."""
 
 
 def visibility(
@@ -92,8 +103,148 @@ def _attend_xla(
     return out.transpose(0, 3, 1, 2, 4).reshape(b, n, hq, d).astype(q.dtype)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {"xla": _attend_xla}
-"""Attention kernels by name; each has the signature of :func:`attend` without ``implementation``."""
+def _attend_pallas(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    visible: jax.Array,
+    positions: jax.Array,
+    *,
+    slot_positions: jax.Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    kernel: str,
+    interpret: bool | None,
+    block_kv: int | None,
+) -> jax.Array:
+    # Importing Pallas takes a third of a second, which those who do not use it are spared.
+    from kernels_pallas import KernelError
+    from kernels_pallas.tree_attention import merge, pack_ancestors, tree_attention
+
+    n, m = visible.shape[1:]
+    dtype = q.dtype
+    if k.dtype.itemsize > 1:
+        q = q.astype(k.dtype)
+    whole = q
+    if m > n:
+        # The kernel has a query for every new slot: those that were written earlier ask for nothing and see
+        # themselves, and their results are dropped.
+        earlier = jnp.eye(m, dtype=bool)[: m - n]
+        visible = jnp.concatenate([jnp.broadcast_to(earlier, (q.shape[0], *earlier.shape)), visible], axis=1)
+        whole = jnp.pad(q, ((0, 0), (m - n, 0), (0, 0), (0, 0)))
+    new_positions = _slot_positions(positions, slot_positions)
+    words = pack_ancestors(visible)
+    part = _queries_a_call(q, k)
+    shared: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    call: dict[str, Any] = {"block_kv": block_kv, "implementation": kernel, "interpret": interpret, **shared}
+    try:
+        if m <= part:
+            out, _ = tree_attention(
+                whole, k, v, words, lengths, positions=new_positions, out_dtype=dtype, **call
+            )
+            return out[:, m - n :]
+        # A prompt chunk: the kernel attends to the prefix, part by part, and XLA among the new tokens.
+        prefix = [
+            tree_attention(
+                q[:, i : i + part],
+                k,
+                v,
+                None,
+                lengths,
+                positions=positions[:, i : i + part],
+                out_dtype=jnp.float32,
+                **call,
+            )
+            for i in range(0, n, part)
+        ]
+        among, among_lse = tree_attention(
+            whole,
+            _new_slots(k, lengths, m),
+            _new_slots(v, lengths, m),
+            words,
+            jnp.zeros_like(lengths),
+            positions=new_positions,
+            out_dtype=jnp.float32,
+            implementation="xla",
+            **shared,
+        )
+    except KernelError as error:
+        raise ConfigError(str(error)) from error
+    outs, lses = (jnp.concatenate(x, axis=1) for x in zip(*prefix, strict=True))
+    out, _ = merge(jnp.stack([outs, among[:, m - n :]]), jnp.stack([lses, among_lse[:, m - n :]]))
+    return out.astype(dtype)
+
+
+def _new_slots(cached: jax.Array, lengths: jax.Array, count: int) -> jax.Array:
+    """The ``count`` slots behind each row's prefix, [B, Hkv, count, d]."""
+    _, heads, _, d = cached.shape
+    rows = [
+        jax.lax.dynamic_slice(cached, (b, 0, lengths[b], 0), (1, heads, count, d))
+        for b in range(cached.shape[0])
+    ]
+    return jnp.concatenate(rows)
+
+
+def _queries_a_call(q: jax.Array, k: jax.Array) -> int:
+    """Most queries that one kernel call takes."""
+    return max(1, MOST_ROWS // (q.shape[2] // k.shape[1]))
+
+
+def _refusal(kernel: str, block_kv: int | None, q: jax.Array, k: jax.Array, slots: int) -> str | None:
+    """Why the kernel does not take these arguments for ``slots`` new slots, or None."""
+    from kernels_pallas.tree_attention import gpu, tpu
+
+    asked = jax.ShapeDtypeStruct(
+        (q.shape[0], min(slots, _queries_a_call(q, k)), *q.shape[2:]),
+        k.dtype if k.dtype.itemsize > 1 else q.dtype,
+    )
+    return {"tpu": tpu, "gpu": gpu}[kernel].refusal(asked, k, None, block_kv)
+
+
+@functools.cache
+def _report(adapter: str, shape: str, refusal: str) -> None:
+    log.warning("%s: attention of %s runs on XLA: the kernel %s", adapter, shape, refusal)
+
+
+def _kernel_options(
+    requested: Attention | None, q: jax.Array, k: jax.Array, slots: int
+) -> dict[str, Any] | None:
+    """Kernel, interpretation and block size, or None for XLA. Raises ConfigError."""
+    adapter = None
+    choice = requested
+    if choice is None:
+        adapter = devices.current()
+        choice = adapter.attention
+    if choice.implementation == "xla":
+        return None
+    adapter = adapter or devices.current()
+    kernel = adapters.resolve_kernel(adapter, choice)
+    if requested is not None and requested.interpret is not False:
+        adapters.check_runs(adapter, requested)
+    rows = min(slots, _queries_a_call(q, k)) * (q.shape[2] // k.shape[1])
+    block = choice.block_kv
+    if block is None and kernel == "tpu":
+        block = adapter.block_kv(head_dim=q.shape[3], dtype=k.dtype.name, rows=rows)
+    refusal = _refusal(kernel, block, q, k, slots)
+    if refusal is None:
+        return {"kernel": kernel, "interpret": choice.interpret, "block_kv": block}
+    shape = (
+        f"{slots} new tokens x {q.shape[2]} query heads of {q.shape[3]} over {k.shape[2]} slots of {k.dtype}"
+    )
+    if requested is not None or adapter.forced:
+        raise ConfigError(
+            f"attention of {shape} was to use the {kernel!r} kernel, which {refusal}; change "
+            "that, or use attention 'xla', which takes everything"
+        )
+    _report(adapter.name, shape, refusal)
+    return None
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {"xla": _attend_xla, "pallas": _attend_pallas}
+"""Attention by name. Each takes the arguments of :func:`attend`; the kernels also which, how and in what
+blocks."""
 
 
 def attend(
@@ -108,7 +259,7 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    implementation: str = "xla",
+    implementation: Attention | str | None = None,
 ) -> jax.Array:
     """Attend with ``q`` [B, N, Hq, d] over ``k``, ``v`` [B, Hkv, S, d]; result [B, N, Hq, d] in q's dtype.
 
@@ -119,6 +270,10 @@ def attend(
     S`` is the caller's duty. Every query should see itself; one that sees nothing yields zeros. Hq must be
     a multiple of Hkv (grouped-query attention, Ainslie et al. 2023). Softmax in f32. ``softcap`` c replaces
     a score s by ``c tanh(s / c)`` before masking.
+
+    ``implementation``: None takes what the device's adapter chooses, XLA where its kernel refuses the shapes
+    (logged once); an ``Attention``, or its name, is taken or refused. The kernels want the N queries' own
+    slots to be the last of the M. Raises ConfigError.
     """
     if q.shape[2] % k.shape[1]:
         raise ConfigError(f"{q.shape[2]} query heads are not a multiple of {k.shape[1]} key/value heads")
@@ -128,9 +283,9 @@ def attend(
         )
     if visible.shape[2] > k.shape[2]:
         raise ConfigError(f"{visible.shape[2]} new slots do not fit a cache of {k.shape[2]} slots")
-    if implementation not in IMPLEMENTATIONS:
-        raise ConfigError(f"attention {implementation!r} is not known; use one of {sorted(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[implementation](
+    requested = Attention(implementation) if isinstance(implementation, str) else implementation
+    options = _kernel_options(requested, q, k, visible.shape[2])
+    return IMPLEMENTATIONS["xla" if options is None else "pallas"](
         q,
         k,
         v,
@@ -141,4 +296,5 @@ def attend(
         scale=scale,
         window=window,
         softcap=softcap,
+        **(options or {}),
     )

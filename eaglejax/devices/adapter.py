@@ -1,0 +1,280 @@
+"""What suits a device: attention kernel and block sizes, dtypes, precision, memory, mesh.
+
+``choose`` makes an :class:`Adapter` for a device; :func:`current` is the one of the default device, which
+attention asks whenever a model's configuration leaves the choice open. Every choice carries its reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eaglejax.devices import memory
+from eaglejax.devices.chips import GIB, Chip
+from eaglejax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from eaglejax.models.config import ModelConfig
+
+VARIABLE = "EAGLEJAX_ADAPTER"
+"""Environment variable that names a TOML file of overrides."""
+
+KERNELS = ("tpu", "gpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """How attention is computed; hashable, a compile-time constant.
+
+    ``implementation``: "xla" or "pallas". ``kernel``: which Pallas kernel, "tpu" or "gpu" (None: the
+    device's; on a CPU the TPU's). ``interpret``: run the kernel's Python on the backend at hand instead of
+    compiling it (None: exactly where the backend is not the kernel's own; False: compile, also ahead of time
+    for a device that is not there). ``block_kv``: cache slots that the TPU kernel handles at a time (None:
+    its own heuristic). Raises ConfigError for what cannot be.
+    """
+
+    implementation: str = "xla"
+    kernel: str | None = None
+    interpret: bool | None = None
+    block_kv: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.implementation not in ("xla", "pallas"):
+            raise ConfigError(f"attention {self.implementation!r} is not known; use 'xla' or 'pallas'")
+        if self.kernel is not None and self.kernel not in KERNELS:
+            raise ConfigError(
+                f"attention kernel {self.kernel!r} is not known; use one of {', '.join(KERNELS)}"
+            )
+        if self.implementation == "xla" and (self.kernel, self.interpret, self.block_kv) != (None,) * 3:
+            raise ConfigError("kernel, interpret and block_kv belong to attention 'pallas', not to 'xla'")
+        if self.block_kv is not None and (self.block_kv < 128 or self.block_kv % 128):
+            raise ConfigError(f"block_kv is {self.block_kv}; it must be a positive multiple of 128")
+
+
+XLA = Attention()
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshDefaults:
+    """``axes``: names of a mesh's axes. ``rules``: which mesh axis a logical axis is split over, as pairs."""
+
+    axes: tuple[str, ...] = ("data", "model")
+    rules: tuple[tuple[str, str], ...] = (
+        ("batch", "data"),
+        ("heads", "model"),
+        ("kv_heads", "model"),
+        ("mlp", "model"),
+        ("experts", "model"),
+        ("vocab", "model"),
+    )
+
+    def shape(self, devices: int, kv_heads: int) -> tuple[int, ...]:
+        """Sizes of ``axes`` for so many devices: heads first, as far as they divide; the rest is data."""
+        model = next(m for m in range(devices, 0, -1) if devices % m == 0 and kv_heads % m == 0)
+        return devices // model, model
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """Choices for one device.
+
+    ``generation``: "v5e", "sm_90", ... ``kernels``: attention kernels that compile for it. ``forced``:
+    attention was asked for, so that it is refused rather than replaced where it cannot run.
+    ``memory_bytes``: what arrays may take. ``xla_flags``: what XLA should be started with. ``lanes``: to
+    what multiple arrays' last dimension is padded in memory. ``blocks``: (head size, cache dtype, slots), the
+    tuned blocks of the attention kernel; other shapes take a heuristic. ``reasons``: (choice, reason) pairs.
+    """
+
+    name: str
+    platform: str
+    generation: str
+    attention: Attention
+    kernels: tuple[str, ...]
+    weight_dtype: str
+    cache_dtype: str
+    matmul_precision: str
+    memory_bytes: int
+    reasons: tuple[tuple[str, str], ...]
+    xla_flags: tuple[str, ...] = ()
+    mesh: MeshDefaults = MeshDefaults()
+    lanes: int = 1
+    blocks: tuple[tuple[int, str, int], ...] = ()
+    step_bytes: int = 0
+    chip: Chip | None = None
+    forced: bool = False
+
+    def block_kv(self, *, head_dim: int, dtype: str, rows: int) -> int | None:
+        """Cache slots that the attention kernel handles at a time; None where the kernel has one size only.
+
+        ``rows``: tree nodes x query heads of a key/value head. A tuned entry wins. Otherwise the block is as
+        long as it takes to hide a grid step's overhead behind the copy of its keys and values
+        (``step_bytes``), and no longer than lets the float32 scores of its rows stay in ``SCORE_BYTES``.
+        """
+        if not self.step_bytes:
+            return None
+        tuned = {(d, t): block for d, t, block in self.blocks}
+        slot = 2 * head_dim * memory.dtype_bytes(dtype)
+        wanted = tuned.get((head_dim, dtype)) or next(
+            (b for b in BLOCKS if b * slot >= self.step_bytes), BLOCKS[-1]
+        )
+        most = max(BLOCKS[0], SCORE_BYTES // (4 * max(rows, 1)) // BLOCKS[0] * BLOCKS[0])
+        return min(wanted, most)
+
+    def footprint(self, config: ModelConfig, **options: Any) -> memory.Footprint:
+        """What decoding with ``config`` takes here: see ``memory.footprint``, whose ``options`` these are."""
+        settings: dict[str, Any] = {
+            "weight_dtype": self.weight_dtype,
+            "cache_dtype": self.cache_dtype,
+            "scores": self.attention.implementation == "xla",
+            "lanes": self.lanes,
+        }
+        return memory.footprint(config, self.memory_bytes, **(settings | options))
+
+    def describe(self) -> dict[str, Any]:
+        """Choices and reasons as plain values, for ``eaglejax doctor``."""
+        return {
+            "name": self.name,
+            "platform": self.platform,
+            "generation": self.generation,
+            "attention": {k: v for k, v in dataclasses.asdict(self.attention).items() if v is not None},
+            "kernels": list(self.kernels),
+            "weight_dtype": self.weight_dtype,
+            "cache_dtype": self.cache_dtype,
+            "matmul_precision": self.matmul_precision,
+            "memory_gib": round(self.memory_bytes / GIB, 2),
+            "xla_flags": list(self.xla_flags),
+            "mesh": {"axes": list(self.mesh.axes), "rules": dict(self.mesh.rules)},
+            "reasons": dict(self.reasons),
+        }
+
+
+BLOCKS = (128, 256, 512, 1024, 2048)
+SCORE_BYTES = 1 << 20
+"""Of float32 scores that a kernel holds at a time; about four such temporaries live in VMEM at once."""
+
+
+def choose(device: Any = None, overrides: Mapping[str, Any] | str | Path | None = None) -> Adapter:
+    """The adapter of ``device`` (None: jax's default device).
+
+    ``overrides``: a mapping, or a TOML file of the same keys (see ``docs/devices.md``). Raises ConfigError
+    for a platform without an adapter, an unknown key, a value that cannot be, and a kernel that cannot run on
+    this device.
+    """
+    from eaglejax.devices import cpu, gpu, tpu
+
+    if device is None:
+        import jax
+
+        device = jax.devices()[0]
+    makers = {"cpu": cpu.adapter, "tpu": tpu.adapter, "gpu": gpu.adapter}
+    if device.platform not in makers:
+        raise ConfigError(
+            f"there is no adapter for platform {device.platform!r}; there are {', '.join(makers)}"
+        )
+    adapter = makers[device.platform](device)
+    if overrides is None:
+        return adapter
+    values = overrides if isinstance(overrides, Mapping) else read_overrides(Path(overrides))
+    return _override(adapter, values)
+
+
+@functools.cache
+def current() -> Adapter:
+    """The adapter of the default device with the overrides of the file that ``$EAGLEJAX_ADAPTER`` names.
+
+    Made once a process: programs are compiled for it.
+    """
+    return choose(overrides=os.environ.get(VARIABLE) or None)
+
+
+def read_overrides(path: Path) -> dict[str, Any]:
+    """The overrides in a TOML file. Raises ConfigError for one that cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"adapter file {path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"adapter file {path} is not TOML: {error}") from error
+
+
+ATTENTION_KEYS: dict[str, tuple[type, ...]] = {
+    "attention": (str,),
+    "kernel": (str,),
+    "interpret": (bool,),
+    "block_kv": (int,),
+}
+PLAIN_KEYS: dict[str, tuple[type, ...]] = {
+    "weight_dtype": (str,),
+    "cache_dtype": (str,),
+    "matmul_precision": (str,),
+    "memory_gib": (int, float),
+}
+PRECISIONS = ("default", "high", "highest")
+
+
+def _override(adapter: Adapter, values: Mapping[str, Any]) -> Adapter:
+    known = ATTENTION_KEYS | PLAIN_KEYS
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"adapter override {key!r} is not known; known are {', '.join(known)}")
+        kinds = known[key]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ConfigError(f"adapter override {key} is {value!r}; it must be of type {kinds[-1].__name__}")
+    for key in ("weight_dtype", "cache_dtype"):
+        if key in values:
+            memory.dtype_bytes(values[key])
+    if values.get("matmul_precision", "default") not in PRECISIONS:
+        raise ConfigError(
+            f"matmul_precision is {values['matmul_precision']!r}; use one of {', '.join(PRECISIONS)}"
+        )
+    if values.get("memory_gib", 1) <= 0:
+        raise ConfigError(f"memory_gib is {values['memory_gib']}; it must be positive")
+    changes: dict[str, Any] = {k: v for k, v in values.items() if k in PLAIN_KEYS and k != "memory_gib"}
+    if "memory_gib" in values:
+        changes["memory_bytes"] = int(values["memory_gib"] * GIB)
+    if any(key in values for key in ATTENTION_KEYS):
+        changes |= {"attention": _attention(adapter, values), "forced": True}
+    chosen = {"memory_bytes" if k == "memory_gib" else k for k in values}
+    if not chosen.isdisjoint(ATTENTION_KEYS):
+        chosen = chosen - set(ATTENTION_KEYS) | {"attention"}
+    reasons = {**dict(adapter.reasons), **dict.fromkeys(sorted(chosen), "chosen by the user")}
+    return dataclasses.replace(adapter, **changes, reasons=tuple(reasons.items()))
+
+
+def _attention(adapter: Adapter, values: Mapping[str, Any]) -> Attention:
+    implementation = values.get("attention", adapter.attention.implementation)
+    attention = Attention(
+        implementation,
+        **{key: values[key] for key in ("kernel", "interpret", "block_kv") if key in values},
+    )
+    check_runs(adapter, attention)
+    return attention
+
+
+def check_runs(adapter: Adapter, attention: Attention) -> None:
+    """Raise ConfigError where ``attention`` neither compiles for the device nor is to be interpreted."""
+    if attention.implementation == "xla":
+        return
+    kernel = resolve_kernel(adapter, attention)
+    native = kernel in adapter.kernels
+    if native or attention.interpret or (attention.interpret is None and kernel != adapter.platform):
+        return
+    can = [f"the {name!r} kernel" for name in adapter.kernels]
+    can += ["the 'tpu' kernel with interpret = true (slow, for checking)", "attention 'xla'"]
+    raise ConfigError(
+        f"the {kernel!r} attention kernel cannot be compiled for {adapter.name}; it runs {', '.join(can)}"
+    )
+
+
+def resolve_kernel(adapter: Adapter, attention: Attention) -> str:
+    """Which kernel "pallas" means on this device."""
+    if attention.kernel is not None:
+        return attention.kernel
+    if adapter.kernels:
+        return adapter.kernels[0]
+    return "gpu" if adapter.platform == "gpu" else "tpu"
