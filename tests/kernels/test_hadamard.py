@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from kernel_checks import TPU_TOPOLOGIES, compile_for_tpu, gpu_simulator, lower_for, mosaic_gpu
 
 from kernels_pallas import KernelError
@@ -55,10 +54,9 @@ def test_bfloat16_is_rounded_once():
         np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=2**-7, atol=1e-6)
 
 
-def test_simulated_tpu_sees_no_race_and_no_read_out_of_bounds():
+def test_simulated_tpu_sees_no_race_and_no_read_out_of_bounds(tpu_simulator):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(34, 1536)), jnp.float32)
-    simulator = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")
-    got = rotate(x, implementation="tpu", interpret=simulator)
+    got = rotate(x, implementation="tpu", interpret=tpu_simulator)
     np.testing.assert_allclose(got, rotate(x, implementation="xla"), atol=5e-6)
 
 

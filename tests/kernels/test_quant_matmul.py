@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from kernel_checks import (
     TPU_TOPOLOGIES,
     compile_for_tpu,
@@ -115,10 +114,9 @@ def test_bfloat16_activations():
 
 
 @pytest.mark.parametrize("form", ["W8A8", "W4A16 grouped"])
-def test_simulated_tpu_sees_no_race_and_no_read_out_of_bounds(form):
+def test_simulated_tpu_sees_no_race_and_no_read_out_of_bounds(form, tpu_simulator):
     arguments, want = make_problem(**FORMS[form], rows=3, n=256)
-    simulator = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")
-    got = multiply(arguments, implementation="tpu", interpret=simulator, out_dtype=jnp.float32)
+    got = multiply(arguments, implementation="tpu", interpret=tpu_simulator, out_dtype=jnp.float32)
     np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
 
 

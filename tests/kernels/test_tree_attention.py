@@ -7,7 +7,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from kernel_checks import (
     TPU_TOPOLOGIES,
@@ -39,7 +38,6 @@ CASES = {
     "two words": {"lengths": [120, 127], "nodes": 40, "group": 1},
     "chain of one": {"lengths": [127, 128, 129], "nodes": 1},
 }
-SIMULATORS = {"generic": True, "tpu": pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")}
 
 
 def run(case, **options):
@@ -77,9 +75,9 @@ def test_reference_equals_loops(name):
     [(name, "generic") for name in CASES]
     + [("window", "tpu"), ("paged window int8", "tpu"), ("two words", "tpu")],
 )
-def test_tpu_kernel_equals_loops(name, simulator):
+def test_tpu_kernel_equals_loops(name, simulator, tpu_simulator):
     case = make_case(**CASES[name])
-    out, lse = run(case, implementation="tpu", interpret=SIMULATORS[simulator])
+    out, lse = run(case, implementation="tpu", interpret=True if simulator == "generic" else tpu_simulator)
     want_out, want_lse = naive(case)
     close(out, want_out, 2e-5)
     close(lse, want_lse, 2e-5)

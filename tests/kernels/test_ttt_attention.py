@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
 from kernel_checks import (
     TPU_TOPOLOGIES,
     compile_for_tpu,
@@ -90,10 +89,9 @@ def test_kernel_and_gradients_equal_autodiff_of_the_reference(name):
     assert_close(got, want, 3e-6)
 
 
-def test_simulated_tpu_sees_no_race_and_no_read_out_of_bounds():
+def test_simulated_tpu_sees_no_race_and_no_read_out_of_bounds(tpu_simulator):
     problem = make_problem(length=200, steps=2, batch=1, kv_heads=1)
-    simulator = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")
-    got = out_and_gradients(problem, implementation="tpu", interpret=simulator, block_q=64, block_kv=128)
+    got = out_and_gradients(problem, implementation="tpu", interpret=tpu_simulator, block_q=64, block_kv=128)
     assert_close(got, out_and_gradients(problem, implementation="xla"), 3e-6)
 
 
