@@ -56,8 +56,8 @@ def test_penalties_and_bias_give_the_text_of_plain_decoding() -> None:
 
 
 CHUNKS = [
-    ("ngram", {"rounds_a_chunk": 1}),
-    ("draft_model", {"prefill_width": 7}),
+    ("ngram", {"rounds_a_chunk": 1, "prefill_width": 7}),
+    pytest.param("draft_model", {"prefill_width": 7}, marks=pytest.mark.slow),
     pytest.param("draft_model", {"rounds_a_chunk": 16}, marks=pytest.mark.slow),
     pytest.param("mixed", {"rounds_a_chunk": 1}, marks=pytest.mark.slow),
     pytest.param("ngram", {"prefill_width": 1}, marks=pytest.mark.slow),

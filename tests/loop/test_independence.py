@@ -51,6 +51,7 @@ def test_batch_mates_slots_and_padding_change_nothing(name: str) -> None:
     assert together[1] == list(greedy_texts(prompts())[1][len(prompts()[1]) :])[:LIMIT]
 
 
+@pytest.mark.slow
 def test_a_batch_of_one() -> None:
     settings = [HOT, GREEDY, WARM]
     together = run("draft_model", [0, 1, 2], settings)

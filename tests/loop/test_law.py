@@ -133,13 +133,13 @@ PROPOSERS: dict[str, tuple[Any, Any]] = {
 RUNS = [
     ("ngram", "plain", "token"),
     ("without_replacement", "filtered", "token"),
-    ("with_replacement", "plain", "token"),
     ("guessed_tree", "plain", "token"),
-    ("reduced", "plain", "token"),
     ("draft_model", "penalised", "token"),
     ("draft_model", "filtered", "block"),
 ]
 SLOW_RUNS = [
+    ("with_replacement", "plain", "token"),
+    ("reduced", "plain", "token"),
     ("ar", "plain", "token"),
     ("ar", "filtered", "token"),
     ("ngram", "penalised", "token"),

@@ -156,7 +156,7 @@ def test_a_drafter_that_always_says_end_of_text() -> None:
         assert result.token_ids == ended
 
 
-@pytest.mark.parametrize("name", ["draft_model", "mixed"])
+@pytest.mark.parametrize("name", [pytest.param("draft_model", marks=pytest.mark.slow), "mixed"])
 def test_log_probabilities_are_the_targets_for_every_token(name: str) -> None:
     """A84: accepted, recovered and bonus tokens; the draft model's rows are sampled, but for one."""
     case, target, texts = CASES[name], tiny_target(), greedy_texts(prompts())
