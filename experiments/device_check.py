@@ -280,6 +280,17 @@ def check_training(bench: Bench) -> Iterator[Case]:
     yield f"{sizes.train_length} tokens", check
 
 
+def _attend(choice: dict[str, Any], q: jax.Array, args: tuple, options: dict[str, Any]) -> jax.Array:
+    keys, values, words, lengths = args
+    return tree_attention(q, keys, values, words, lengths, **options, **choice)[0]
+
+
+def _attend_jax(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, *, implementation: Any
+) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+
+
 def time_trees(bench: Bench) -> Iterator[Case]:
     """Tree attention by kernel, by XLA and by ``jax.nn.dot_product_attention``, against bandwidth."""
     sizes = bench.sizes
@@ -291,27 +302,19 @@ def time_trees(bench: Bench) -> Iterator[Case]:
         copies = 1 if bench.interpret else min(_MOST_COPIES, max(2, math.ceil(_CYCLED_BYTES / moved)))
         problems = [tree_problem(sizes, nodes, slots, cache, seed=10 * i) for i in range(copies)]
         q = problems[0][0][0]
+        operands: list[tuple[Any, ...]]
         if how.startswith("jax.nn"):
             mask = np.zeros((1, 1, nodes, slots), bool)
             length = int(problems[0][0][4][0])
             mask[..., :length], mask[0, 0, :, length : length + nodes] = True, binary_tree(nodes)
-
-            def step(q, keys, values, mask):
-                return jax.nn.dot_product_attention(
-                    q, keys, values, mask=mask, implementation=how.split()[-1]
-                )
-
+            step = functools.partial(_attend_jax, implementation=how.split()[-1])
             # In the layout that it wants, and without nan in slots that it masks only after reading.
             operands = [
                 (*(jnp.nan_to_num(x).swapaxes(1, 2) for x in args[1:3]), jnp.asarray(mask))
                 for args, _ in problems
             ]
         else:
-            choice = bench.options if how == "kernel" else {"implementation": "xla"}
-
-            def step(q, args, options):
-                return tree_attention(q, *args, **options, **choice)[0]
-
+            step = functools.partial(_attend, bench.options if how == "kernel" else {"implementation": "xla"})
             operands = [(args[1:], options) for args, options in problems]
         return bench.timed(bench.loop(step, q, operands, bound), moved, bound)
 
