@@ -233,7 +233,6 @@ class Eagle:
         features: dict[int, jax.Array] = {}
         laws: dict[int, jax.Array] = {}
         slots: list[int] = []
-        log_floor = np.log(self.min_confidence) if self.min_confidence > 0 else -np.inf
         for level, parents in enumerate(_expanded(tree)):
             if level == 0:
                 out, logits = (
@@ -267,7 +266,7 @@ class Eagle:
                     tokens[c] = self._target_ids(params, picks[:, j])
                     scores[c] = scores[p] + logp[:, j]
                     judged = scores[p] if self.sample else scores[c]
-                    certain = judged >= log_floor
+                    certain = jnp.exp(judged) >= self.min_confidence
                     valid[c] = valid[p] & exists[:, j] & certain & (logp[:, j] > -jnp.inf)
                     features[c] = out[:, i]
         proposal = Proposal()
@@ -322,7 +321,8 @@ class _Grower:
             return feature, jnp.full(shape, jnp.nan, jnp.float32), cache
 
         if threshold > 0:
-            alive = jnp.any(scores >= np.log(threshold))
+            # As the nodes themselves are judged: a level that one row skips must hold nothing it would keep.
+            alive = jnp.any(jnp.exp(scores) >= threshold)
             out, logits, self.cache = jax.lax.cond(alive, forward, skip, self.cache)
         else:
             out, logits, self.cache = forward(self.cache)

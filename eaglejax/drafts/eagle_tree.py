@@ -63,14 +63,16 @@ class DynamicTree:
 def log_law(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(cleaned logits [..., Vd] f32, log-normaliser [...]): a token's log-probability is their difference.
 
-    A NaN logit becomes -inf, so that a broken draft proposes little instead of spoiling what is sorted.
+    NaN and +inf become -inf, so that a broken draft proposes little instead of spoiling what is sorted or
+    drawn from.
     """
-    clean = jnp.where(jnp.isnan(logits), -jnp.inf, logits.astype(jnp.float32))
+    logits = logits.astype(jnp.float32)
+    clean = jnp.where(logits < jnp.inf, logits, -jnp.inf)
     return clean, jax.nn.logsumexp(clean, axis=-1)
 
 
 def log_prob(logit: jax.Array, normaliser: jax.Array) -> jax.Array:
-    """Log-probability, at most 0; -inf where it is not a number (every logit -inf, or an infinite one)."""
+    """Log-probability, at most 0; -inf where it is not a number (every logit -inf)."""
     logp = logit - normaliser
     return jnp.where(jnp.isnan(logp), -jnp.inf, jnp.minimum(logp, 0.0))
 

@@ -166,13 +166,16 @@ def test_a_threshold_that_nobody_reaches_leaves_the_root():
     np.testing.assert_array_equal(np.asarray(none.valid).sum(1), [1, 1])
 
 
+def greedy_and_sampled() -> sampling.RowSampling:
+    settings = [Sampling(temperature=t, top_p=0.9, seed=0) for t in (0.0, 1.0)]
+    return sampling.rows(settings, REDUCED.vocab_size)
+
+
 def test_a_draft_of_nan_proposes_nothing_and_breaks_nothing():
     """Law 5: NaN weights cost speed alone."""
     params = make(REDUCED, seed=5)
     params = params.replace(weights={**params.weights, "fc": params.weights["fc"] * jnp.nan})
-    mixed = sampling.rows(
-        [Sampling(temperature=t, top_p=0.9, seed=0) for t in (0.0, 1.0)], REDUCED.vocab_size
-    )
+    mixed = greedy_and_sampled()
     dynamic = Eagle(REDUCED, DynamicTree(depth=3, branching=3, nodes=22))
     for proposer, rows in ((dynamic, None), (Eagle(REDUCED, CHOICES, sample=True), mixed)):
         draft = drafted(proposer, params, rows)
@@ -180,6 +183,22 @@ def test_a_draft_of_nan_proposes_nothing_and_breaks_nothing():
         assert np.asarray(draft.valid).sum() == 2
         if draft.proposal.q is not None:
             assert np.isfinite(draft.proposal.q).all()
+
+
+def test_infinite_logits_leave_laws_to_draw_from():
+    """A head that overflows for some tokens proposes the others, and q is a law or nothing."""
+    for value in (np.inf, np.nan):
+        clean, normaliser = eagle_tree.log_law(jnp.asarray([[0.0, value, 1.0], [np.nan, value, -np.inf]]))
+        np.testing.assert_array_equal(clean, [[0.0, -np.inf, 1.0], [-np.inf] * 3])
+        np.testing.assert_allclose(normaliser[0], np.log(1 + np.e), rtol=1e-6)
+        np.testing.assert_array_equal(eagle_tree.log_prob(clean, normaliser[:, None])[1], [-np.inf] * 3)
+    params = make(REDUCED, seed=5)
+    head = params.weights["head"].at[:, jnp.array([3, 5])].set(jnp.array([3e38, -3e38]))
+    params = params.replace(weights={**params.weights, "head": head, "norm": params.weights["norm"] * 1e3})
+    draft = drafted(Eagle(REDUCED, CHOICES, sample=True), params, greedy_and_sampled())
+    check_tree(draft, REDUCED.vocab_size)
+    assert np.isfinite(draft.proposal.q).all()
+    assert np.isfinite(draft.confidence).all()
 
 
 def test_sampled_siblings_come_from_q_without_replacement():
