@@ -170,7 +170,8 @@ def test_penalties_count_ancestors_as_a_plain_run_would():
             if j == 0:
                 break
             j = parent[j]
-    got = sampling.process(jnp.asarray(logits), rows, jnp.asarray(tokens), jnp.asarray(ancestors))
+    process = jax.jit(sampling.process)
+    got = process(jnp.asarray(logits), rows, jnp.asarray(tokens), jnp.asarray(ancestors))
     for row, s in enumerate(settings):
         for node in range(6):
             text = [*generated[row], *[tokens[row, j] for j in range(1, node + 1) if ancestors[row, node, j]]]
@@ -186,7 +187,7 @@ def test_penalties_count_ancestors_as_a_plain_run_would():
             plain = sampling.rows([s], vocab, [prompts[row]])
             plain = sampling.count_tokens(plain, jnp.asarray([text]), jnp.asarray([len(text)]))
             if plain.penalised or plain.biased:
-                alone = sampling.process(jnp.asarray(logits[row : row + 1, node : node + 1]), plain)
+                alone = process(jnp.asarray(logits[row : row + 1, node : node + 1]), plain)
                 np.testing.assert_array_equal(got[row, node], alone[0, 0])
     np.testing.assert_array_equal(got[3], logits[3])
 

@@ -82,7 +82,15 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW_KINDS = ("tree_reduced", "chain_one_hot", "chain_reduced", "block_one_hot")
+"""Their laws are measured in test_joint_law too."""
+
+
+def some_slow(kinds, slow):
+    return [pytest.param(kind, marks=pytest.mark.slow) if kind in slow else kind for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", some_slow(KINDS, SLOW_KINDS))
 def test_decisions_equal_the_oracle(kind):
     rng = np.random.default_rng(KINDS.index(kind))
     logits, draft = random_case(kind, rng)
@@ -126,7 +134,7 @@ OUTCOMES = {
 }
 
 
-@pytest.mark.parametrize("kind", OUTCOMES)
+@pytest.mark.parametrize("kind", some_slow(OUTCOMES, ("one_hot", "replacement", "chain", "block_one_hot")))
 def test_outcome_law_of_fixed_drafts(kind):
     """Path and next token jointly, 2e5 trials; p is mixed with q so that residuals are small and large."""
     case, trials, vocab = OUTCOMES[kind], 200_000, 4
