@@ -140,7 +140,9 @@ def compare(got: Any, want: Any, tolerance: float) -> dict[str, Any]:
         errors.append(np.abs(x - y).max() / max(1.0, np.abs(y).max()))
     # numpy's maximum keeps nan, which is within no tolerance.
     worst = float(np.max(errors))
-    return {"error": worst, "tolerance": tolerance, "passed": worst <= tolerance}
+    # JSON has no nan.
+    error = worst if math.isfinite(worst) else str(worst)
+    return {"error": error, "tolerance": tolerance, "passed": worst <= tolerance}
 
 
 def exactly(function: Callable, *args: Any) -> Any:

@@ -96,16 +96,23 @@ def test_simulated_gpu_kernel_is_rounded_once_and_races_nowhere(size, dtype):
         )
 
 
-@pytest.mark.parametrize("size", [64, 128, 1280, 4096, 14336, 18944])
-def test_lowers_for_gpu(size):
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (64, "bfloat16"),
+        (1280, "float16"),
+        (14336, "bfloat16"),
+        *(pytest.param(n, "float16", marks=pytest.mark.slow) for n in (128, 4096, 18944, 20480)),
+    ],
+)
+def test_lowers_for_gpu(size, dtype):
     mosaic_gpu()
-    for dtype in ("bfloat16", "float16"):
-        lowered = lower_for(
-            "cuda",
-            lambda x: hadamard(x, implementation="gpu", interpret=False),
-            jax.ShapeDtypeStruct((64, size), dtype),
-        )
-        assert "mosaic_gpu" in lowered
+    lowered = lower_for(
+        "cuda",
+        lambda x: hadamard(x, implementation="gpu", interpret=False),
+        jax.ShapeDtypeStruct((64, size), dtype),
+    )
+    assert "mosaic_gpu" in lowered
 
 
 def test_refuses_by_name():

@@ -111,7 +111,7 @@ def bfloat16_problem(**shapes):
 
 
 GPU_CASES = {
-    "packed": {"length": 300, "steps": 3, "batch": 1, "kv_heads": 1},
+    "packed": {"length": 200, "steps": 3, "batch": 1, "kv_heads": 1},
     "one document, head size 128": {
         "length": 200,
         "steps": 1,
