@@ -91,7 +91,10 @@ class SafetensorsFile:
             ) from error
         if not isinstance(header, dict):
             raise CheckpointError(f"{path} is not a safetensors file: its header is no JSON object")
-        self.metadata.update(header.pop("__metadata__", {}))
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict):
+            raise CheckpointError(f"{path} is damaged: its __metadata__ is no JSON object")
+        self.metadata.update(metadata)
         for name, info in header.items():
             entry = _entry(path, number, name, info, 8 + length, size)
             if name in self._entries:
@@ -134,10 +137,11 @@ def _entry(path: Path, number: int, name: str, info: Any, base: int, size: int) 
         dtype_name, shape, (start, stop) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: the header entry of {name!r} is {info!r}") from error
-    dtype = DTYPES.get(dtype_name)
+    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype_name!r}, which is not read")
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)) or (
+    # numpy counts every dimension in 64 bits, also those of an empty array.
+    if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, stop)) or (
         stop - start != math.prod(shape) * dtype.itemsize
     ):
         raise CheckpointError(

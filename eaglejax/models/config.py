@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -161,14 +162,29 @@ class _Reader:
         """Like ``get``, but an explicit null counts as given (it switches a feature off)."""
         return self.config[key] if key in self.config else self.defaults.get(key)
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.get(key, default)
         if value is None:
             raise ConfigError(
                 f"the {self.family} config has no {key!r}; it is needed to know the model's shape"
             )
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{key} is {value!r}; it must be an integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+            raise ConfigError(f"{key} is {value!r}; it must be an integer of {least} or more")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """A number above 0, or None where there is none."""
+        value = self.get(key, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{key} is {value!r}; it must be a number above 0")
+        return float(value)
+
+    def choice(self, key: str, default: str) -> str:
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise ConfigError(f"{key} is {value!r}; it must be a name")
         return value
 
 
@@ -189,7 +205,7 @@ def from_hf(config: Mapping[str, Any], *, context: int | None = None) -> ModelCo
             "tie_word_embeddings": text.get("tie_word_embeddings", config.get("tie_word_embeddings")),
         }
         family = "gemma3_text"
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(
             f"model_type {family!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
@@ -202,7 +218,7 @@ def from_hf(config: Mapping[str, Any], *, context: int | None = None) -> ModelCo
     hidden = read.integer("hidden_size")
     layers = read.integer("num_hidden_layers")
     head_dim = read.integer("head_dim", hidden // heads)
-    act = read.get("hidden_activation") or read.get("hidden_act", "silu")
+    act = read.choice("hidden_activation", read.choice("hidden_act", "silu"))
     if act not in _ACTIVATION_NAMES:
         raise ConfigError(f"activation {act!r} is not supported; use one of {sorted(_ACTIVATION_NAMES)}")
     attention_bias = bool(read.get("attention_bias", False))
@@ -228,7 +244,7 @@ def from_hf(config: Mapping[str, Any], *, context: int | None = None) -> ModelCo
         max_position=read.integer("max_position_embeddings"),
         rope=rope,
         query_scale=float(read.integer("query_pre_attn_scalar", head_dim)) ** -0.5,
-        norm_eps=float(read.get("rms_norm_eps", 1e-6)),
+        norm_eps=read.number("rms_norm_eps") or 1e-6,
         activation=_ACTIVATION_NAMES[act],
         tie_embeddings=bool(read.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias or family == "qwen2",
@@ -240,8 +256,8 @@ def from_hf(config: Mapping[str, Any], *, context: int | None = None) -> ModelCo
         window=window,
         sliding=sliding,
         sliding_rope=_local_rope(read, context) if gemma else None,
-        attention_softcap=read.get("attn_logit_softcapping"),
-        final_softcap=read.get("final_logit_softcapping"),
+        attention_softcap=read.number("attn_logit_softcapping"),
+        final_softcap=read.number("final_logit_softcapping"),
         embed_scale=float(hidden) ** 0.5 if gemma else None,
         moe=moe,
         sparse=sparse,
@@ -274,7 +290,9 @@ def _sliding(read: _Reader, layers: int) -> tuple[int | None, tuple[bool, ...]]:
         pattern = read.integer("_sliding_window_pattern", read.integer("sliding_window_pattern"))
         flags = tuple(bool((i + 1) % pattern) for i in range(layers))
     else:
-        flags = tuple(window is not None and i >= read.integer("max_window_layers") for i in range(layers))
+        flags = tuple(
+            window is not None and i >= read.integer("max_window_layers", least=0) for i in range(layers)
+        )
     if not any(flags):
         return None, ()
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:

@@ -59,8 +59,8 @@ class RopeConfig:
             raise ConfigError(f"rope theta {self.theta} and factor {self.factor} must be positive")
         if not 0 < self.rotary_fraction <= 1:
             raise ConfigError(f"rotary fraction {self.rotary_fraction} must lie in (0, 1]")
-        if self.kind in _PRETRAINED and not self.original_max_position:
-            raise ConfigError(f"rope type {self.kind!r} needs original_max_position_embeddings")
+        if self.kind in _PRETRAINED and (self.original_max_position or 0) < 2:
+            raise ConfigError(f"rope type {self.kind!r} needs original_max_position_embeddings above 1")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"low_freq_factor {self.low_freq_factor} not below high_freq_factor {self.high_freq_factor}"
@@ -188,6 +188,18 @@ def apply_rope(x: jax.Array, positions: jax.Array, rope: RopeConfig) -> jax.Arra
     return rotate(x, *rotation(positions, rope, x.shape[-1]))
 
 
+_NUMBERS = (
+    *("rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
+)
+_LISTS = ("short_factor", "long_factor")
+
+
+def _is_positive(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < math.inf
+
+
 def from_hf(
     config: Mapping[str, Any],
     *,
@@ -207,6 +219,10 @@ def from_hf(
         if value is None:
             return
         key = "rope_type" if key == "type" else key
+        if key in _NUMBERS and not _is_positive(value):
+            raise ConfigError(f"{where} = {value!r} must be a number above 0")
+        if key in _LISTS and not (isinstance(value, tuple) and all(map(_is_positive, value))):
+            raise ConfigError(f"{where} = {value!r} must be a list of numbers above 0")
         if key in settings and settings[key][0] != value:
             first, first_where = settings[key]
             raise ConfigError(

@@ -224,6 +224,26 @@ class TestRefusals:
         (tmp_path / WEIGHTS).write_bytes(b"<!DOCTYPE html><html>404</html>")
         self.refuse(tmp_path, "is not a safetensors file")
 
+    @pytest.mark.parametrize(
+        "header",
+        [
+            {"__metadata__": 5},
+            {"__metadata__": [1]},
+            {"a": 5},
+            {"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}},
+            {"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]}},
+            {"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}},
+            {"a": {"dtype": "F32", "shape": [10**30, 0], "data_offsets": [0, 0]}},
+            {"a": {"dtype": "F32", "shape": [1], "data_offsets": [10**18, 10**18 + 4]}},
+        ],
+        ids=str,
+    )
+    def test_a_header_of_other_types(self, header, tmp_path):
+        save("llama2", tmp_path)
+        text = json.dumps(header).encode()
+        (tmp_path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+        self.refuse(tmp_path, "is damaged|has dtype|is truncated")
+
     def test_no_weights(self, tmp_path):
         save("llama2", tmp_path)
         shutil.move(tmp_path / WEIGHTS, tmp_path / "pytorch_model.bin")
