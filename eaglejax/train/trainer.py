@@ -299,7 +299,10 @@ class Trainer:
 
 
 def export(folder: Path, draft: Draft, weights: Weights, settings: TrainSettings, *, dtype: Any) -> Path:
-    """Write a trained draft in the form that SGLang and ``load_draft`` read; an earlier one is replaced."""
+    """Write a trained draft for ``load_draft``; an earlier one is replaced.
+
+    In the project's own form, which holds every draft (``eaglejax convert`` writes the others').
+    """
     complete = draft.complete(weights)
     foreign = set(leaf_paths(complete)) ^ set(leaf_paths(param_table(draft.config)))
     if foreign:
@@ -308,7 +311,7 @@ def export(folder: Path, draft: Draft, weights: Weights, settings: TrainSettings
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     tensors = tensors_of_weights(draft.config, complete)
-    write_draft(temporary, draft.config, tensors, draft.ids, to="sglang")
+    write_draft(temporary, draft.config, tensors, draft.ids, to="eaglejax")
     _write_text(temporary / "training.toml", to_toml(settings))
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
