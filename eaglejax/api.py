@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.base import Bound, Proposer
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
@@ -26,17 +28,24 @@ Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
 
 DEFAULT_BATCH = 8
+INTEGERS = (int, np.integer)
 
 
 def _is_single(prompts: Any) -> bool:
     """A text, one token list or one conversation, rather than a list of them."""
     if isinstance(prompts, str):
         return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
     if not isinstance(prompts, Sequence):
         raise RequestError(
             f"prompts are {type(prompts).__name__}; give a text, token ids, messages, or a list of such"
         )
-    return len(prompts) > 0 and isinstance(prompts[0], (Mapping, int))
+    return len(prompts) > 0 and isinstance(prompts[0], (Mapping, *INTEGERS))
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, INTEGERS) and not isinstance(value, bool)
 
 
 def encode_prompt(target: Target, prompt: Any) -> tuple[int, ...]:
@@ -46,8 +55,10 @@ def encode_prompt(target: Target, prompt: Any) -> tuple[int, ...]:
         if not prompt:
             raise RequestError("the prompt is empty; give some text")
         return tuple(_tokenizer(target).encode(prompt))
-    if isinstance(prompt, Sequence) and all(isinstance(t, int) for t in prompt):
-        return tuple(prompt)
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if isinstance(prompt, Sequence) and all(_is_token(t) for t in prompt):
+        return tuple(int(t) for t in prompt)
     if isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt):
         for n, m in enumerate(prompt):
             if not isinstance(m.get("role"), str) or "content" not in m:
@@ -68,6 +79,8 @@ def _per_prompt(name: str, value: Any, kind: type | tuple[type, ...], count: int
     """``value`` once a prompt: one for all, or a list of the same length."""
     if value is None or isinstance(value, kind):
         return [value] * count
+    if not isinstance(value, Sequence):
+        raise ConfigError(f"{name} is {value!r}; give one value, or a list of one each")
     values = list(value)
     if len(values) != count:
         raise ConfigError(f"{name} has {len(values)} entries for {count} prompts; give one, or one each")
@@ -91,6 +104,11 @@ def decoder_for(
     """
     proposer = Autoregressive() if proposer is None else proposer
     bound = proposer if isinstance(proposer, Bound) else Bound(proposer)
+    if isinstance(bound.proposer, type) or not hasattr(bound.proposer, "propose"):
+        raise ConfigError(
+            f"proposer is {bound.proposer!r}; give an object such as NGram(length=7), what load_draft "
+            "returned, or None for plain decoding"
+        )
     params, predictions = bound.params, [r.prediction for r in requests]
     prepare = getattr(bound.proposer, "prepare", None)
     if prepare is not None:
@@ -135,8 +153,8 @@ def generate(
     """
     if on_error not in ("raise", "return"):
         raise ConfigError(f"on_error is {on_error!r}; it is 'raise' or 'return'")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
+    if not _is_token(batch_size) or batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
     options = DecodeOptions(verification, logprobs, ignore_eos, rounds_a_chunk, prefill_width, cache_dtype)
     single = _is_single(prompts)
     items: list[Any] = [prompts] if single else list(prompts)  # type: ignore[arg-type]
@@ -176,6 +194,8 @@ def _requests(
     """One Request a prompt, or the error that says why it cannot be served."""
     samplings = _per_prompt("sampling", sampling or Sampling(), Sampling, len(items))
     limits = _per_prompt("max_new_tokens", max_new_tokens, int, len(items))
+    if not isinstance(stop, str | Sequence):
+        raise ConfigError(f"stop is {stop!r}; give a text or a list of texts, empty for none")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if stops and target.tokenizer is None:
         raise ConfigError("stop strings need a tokenizer and this target has none")
@@ -195,7 +215,7 @@ def _requests(
 
 
 def _is_one_prediction(predictions: Any) -> bool:
-    return isinstance(predictions, Sequence) and bool(predictions) and isinstance(predictions[0], int)
+    return isinstance(predictions, Sequence) and bool(predictions) and _is_token(predictions[0])
 
 
 def stream(
