@@ -1,10 +1,12 @@
 """Lossless EAGLE-family speculative decoding in JAX.
 
+```python
 import eaglejax as ej
 
 target = ej.load_target("demo")
 out = ej.generate(target, "def fibonacci(n):", proposer=ej.NGram(length=8), max_new_tokens=64)
 print(out.text, out.stats.mean_acceptance_length)
+```
 """
 
 from eaglejax import devices
