@@ -54,7 +54,7 @@ def encode_prompt(target: Target, prompt: Any) -> tuple[int, ...]:
     if isinstance(prompt, str):
         if not prompt:
             raise RequestError("the prompt is empty; give some text")
-        return tuple(_tokenizer(target).encode(prompt))
+        return tuple(target.need_tokenizer().encode(prompt))
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     if isinstance(prompt, Sequence) and all(_is_token(t) for t in prompt):
@@ -63,16 +63,10 @@ def encode_prompt(target: Target, prompt: Any) -> tuple[int, ...]:
         for n, m in enumerate(prompt):
             if not isinstance(m.get("role"), str) or "content" not in m:
                 raise RequestError(f"message {n} needs 'role' and 'content'; it has {sorted(m)}")
-        return tuple(_tokenizer(target).apply_chat_template(list(prompt), add_generation_prompt=True))
+        return tuple(target.need_tokenizer().apply_chat_template(list(prompt), add_generation_prompt=True))
     raise RequestError(
         f"a prompt is a text, a list of token ids or a list of messages, not {type(prompt).__name__}"
     )
-
-
-def _tokenizer(target: Target) -> Any:
-    if target.tokenizer is None:
-        raise RequestError("this target has no tokenizer; give prompts as token ids")
-    return target.tokenizer
 
 
 def _per_prompt(name: str, value: Any, kind: type | tuple[type, ...], count: int) -> list[Any]:
@@ -205,7 +199,7 @@ def _requests(
         try:
             ids = encode_prompt(target, item)
             if isinstance(guess, str):
-                guess = _tokenizer(target).encode(guess, special=False)
+                guess = target.need_tokenizer().encode(guess, special=False)
             request = Request(ids, s, limit, stops, None if guess is None else tuple(guess))
             check_request(request, target.context, target.config.vocab_size)
         except RequestError as error:

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train_tools import VOCAB, draft_config, packed
+from tiny_model import VOCAB
+from train_tools import draft_config, packed
 
 from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_model import EagleParams, init_eagle

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_tools import TEMPLATE, VOCAB, byte_tokenizer
+from tiny_model import VOCAB, byte_tokenizer
+from train_tools import TEMPLATE
 
 from eaglejax.checkpoint.tokenizer import make_tokenizer
 from eaglejax.errors import ConfigError, RequestError

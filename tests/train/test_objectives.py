@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from train_tools import HIDDEN, VOCAB, draft_config, packed
+from tiny_model import HIDDEN, VOCAB
+from train_tools import draft_config, packed
 
 from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_model import EagleParams, init_eagle

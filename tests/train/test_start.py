@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train_tools import HEAD_DIM, HEADS, HIDDEN, draft_config
+from tiny_model import HEAD_DIM, HEADS, HIDDEN
+from train_tools import draft_config
 
 from eaglejax.checkpoint.eagle import load_draft
 from eaglejax.drafts import eagle_model
