@@ -27,7 +27,8 @@ class Target:
 
     ``params`` follows ``decoder.param_table(config, dtype)``. ``context``: longest sequence, prompt and
     output together, in tokens. ``eos_ids``: ids that end a text. ``tokenizer`` and ``source`` are None for
-    random weights.
+    random weights. ``basis``: id of the rotation that the residual stream is in, None for the basis the model
+    was trained in. ``quantization``: name of the scheme its weights are packed with, None for plain arrays.
     """
 
     config: ModelConfig
@@ -37,6 +38,8 @@ class Target:
     tokenizer: Tokenizer | None = None
     source: Source | None = None
     eos_ids: tuple[int, ...] = ()
+    basis: str | None = None
+    quantization: str | None = None
 
     @property
     def name(self) -> str:
