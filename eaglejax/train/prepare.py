@@ -22,7 +22,7 @@ from eaglejax.train.objectives import Head
 from eaglejax.train.packing import assemble, pack
 from eaglejax.train.samples import Report, Sample, read_samples
 from eaglejax.train.settings import DataSettings, DraftSettings, TrainSettings
-from eaglejax.train.vocab import VocabMap, build_vocab_map, count_supervised, given_vocab_map
+from eaglejax.train.vocab import VocabMap, build_vocab_map, count_all, count_supervised, given_vocab_map
 
 FIT_TOKENS = 65536
 """Tokens of training text that the closed-form start is fitted to."""
@@ -124,7 +124,8 @@ def draft_config(settings: DraftSettings, target: Target, version: int) -> Eagle
         rope=model.rope,
         activation=model.activation,
         head_norm=version == 3,
-        own_head=version == 3,
+        own_head=version == 3 and not settings.target_rows,
+        target_rows=settings.target_rows,
         embed_scale=model.embed_scale,
         softcap=model.final_softcap,
     )
@@ -139,7 +140,11 @@ def prepare_draft(settings: TrainSettings, target: Target, data: Data) -> Draft:
     vocab = None
     if config.reduced:
         assert target.tokenizer is not None
-        vocab = build_vocab_map(counts, config.draft_vocab_size, tokenizer_hash=target.tokenizer.hash)
+        share = settings.draft.vocab_prior
+        prior = share * count_all(data.train, target.config.vocab_size) if share else None
+        vocab = build_vocab_map(
+            counts, config.draft_vocab_size, tokenizer_hash=target.tokenizer.hash, prior=prior
+        )
     weights = _first_weights(config, settings, target, data.train)
     return _draft(config, weights, settings, target, vocab)
 

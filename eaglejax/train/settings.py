@@ -54,19 +54,23 @@ class DraftSettings:
 
     ``start``: "fit" (closed form from the target's features), "layer" (the target's last layer), "random", or
     the folder or Hub id of a draft to go on from, whose shape and vocabulary are then kept. ``aux``:
-    boundaries that an EAGLE-3 draft reads (empty: 2, n/2, n-3). ``vocab``: Vd (None: the whole vocabulary).
-    ``train_head`` False keeps the target's rows as the head.
+    boundaries that an EAGLE-3 draft reads (empty: 2, n/2, n-3). ``vocab``: Vd (None: the whole vocabulary),
+    chosen by supervised counts plus ``vocab_prior`` times the counts of all tokens, prompts included: what the
+    target was asked about it will also write. ``train_head`` False keeps the target's rows as the head;
+    ``target_rows`` then leaves them out of the file and borrows them from the target again.
     """
 
     start: str = "fit"
     aux: tuple[int, ...] = ()
     vocab: int | None = None
+    vocab_prior: float = 0.0
     intermediate_size: int | None = None
     num_layers: int = 1
     num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
     train_head: bool = False
+    target_rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +152,13 @@ class TrainSettings:
         if self.optimizer.warmup >= self.run.updates:
             raise ConfigError(
                 f"optimizer.warmup {self.optimizer.warmup} leaves nothing of run.updates {self.run.updates}"
+            )
+        if self.draft.vocab_prior < 0:
+            raise ConfigError(f"draft.vocab_prior is {self.draft.vocab_prior}; it must not be negative")
+        if self.draft.target_rows and (self.draft.train_head or not self.draft.vocab):
+            raise ConfigError(
+                "draft.target_rows borrows rows of the target's head: it needs draft.vocab and excludes "
+                "draft.train_head"
             )
         if self.objective.version == 1 and (self.draft.vocab or self.draft.aux):
             raise ConfigError("an EAGLE-1 draft has the target's vocabulary and reads its final state alone")

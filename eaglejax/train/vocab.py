@@ -31,18 +31,32 @@ def count_supervised(samples: Iterable[Sample], vocab_size: int) -> np.ndarray:
     return counts
 
 
-def build_vocab_map(counts: np.ndarray, size: int, *, tokenizer_hash: str) -> VocabMap:
-    """The ``size`` most frequent ids of ``counts`` [V]; ties and places left over go to the lowest ids, which
-    in a merge-ordered vocabulary are the commonest. Raises ConfigError for sizes that cannot be."""
+def count_all(samples: Iterable[Sample], vocab_size: int) -> np.ndarray:
+    """How often each target id occurs, supervised or not, [V] int64."""
+    counts = np.zeros(vocab_size, np.int64)
+    for sample in samples:
+        counts += np.bincount(sample.ids, minlength=vocab_size)
+    return counts
+
+
+def build_vocab_map(
+    counts: np.ndarray, size: int, *, tokenizer_hash: str, prior: np.ndarray | None = None
+) -> VocabMap:
+    """The ``size`` most frequent ids of ``counts`` [V] plus ``prior`` [V]; ties and places left over go to the
+    lowest ids, which in a merge-ordered vocabulary are the commonest. The coverage is that of ``counts``.
+    Raises ConfigError for sizes that cannot be."""
     vocab_size = len(counts)
     if not 1 <= size <= vocab_size:
         raise ConfigError(f"the draft vocabulary is {size}; it must lie in 1..{vocab_size}")
     total = int(counts.sum())
     if total == 0:
         raise ConfigError("no token is supervised, so no draft vocabulary can be counted")
-    order = np.argsort(-counts, kind="stable")
+    weights = counts if prior is None else counts + prior
+    order = np.argsort(-weights, kind="stable")
     ids = np.sort(order[:size]).astype(np.int32)
     digest = hashlib.sha256(counts.astype("<i8").tobytes())
+    if prior is not None:
+        digest.update(np.asarray(prior, "<f8").tobytes())
     digest.update(f"{tokenizer_hash} {size} {vocab_size}".encode())
     return VocabMap(ids, float(counts[ids].sum() / total), digest.hexdigest()[:32])
 

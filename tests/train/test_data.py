@@ -23,7 +23,7 @@ from eaglejax.train.curate import (
 )
 from eaglejax.train.packing import assemble, batch_stream, pack
 from eaglejax.train.samples import Report, Sample, preview, read_samples, samples_of_row
-from eaglejax.train.vocab import build_vocab_map, count_supervised, given_vocab_map
+from eaglejax.train.vocab import build_vocab_map, count_all, count_supervised, given_vocab_map
 
 
 def tokenizer_with(template):
@@ -254,6 +254,11 @@ def test_the_vocabulary_holds_what_is_supervised_most_and_reports_its_coverage()
     assert found.coverage == pytest.approx(4 / 6)
     # More places than distinct tokens: filled with the lowest ids.
     assert build_vocab_map(counts, 6, tokenizer_hash="t").ids.tolist() == [0, 1, 3, 5, 7, 9]
+    # What the prompt alone holds counts a little: 9 is as common as 7 and 3 in the answer, and was asked about.
+    asked = build_vocab_map(counts, 2, tokenizer_hash="t", prior=0.1 * count_all([sample], 12))
+    assert asked.ids.tolist() == [5, 9]
+    assert asked.coverage == pytest.approx(4 / 6)
+    assert asked.key != found.key
     assert found.key != build_vocab_map(counts, 2, tokenizer_hash="u").key
     assert given_vocab_map(np.asarray([5, 9]), counts).coverage == pytest.approx(4 / 6)
     with pytest.raises(ConfigError, match=r"1\.\.12"):

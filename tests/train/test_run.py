@@ -30,7 +30,7 @@ from eaglejax.train.settings import (
     to_toml,
 )
 from eaglejax.train.state import init_state
-from eaglejax.train.trainer import Trainer
+from eaglejax.train.trainer import Trainer, export
 
 
 def settings_for(folder, rows_file, out, **run):
@@ -70,6 +70,23 @@ def prepared(folder, target, rows_file, tmp_path_factory):
 def whole(prepared, target):
     settings, data, draft = prepared
     return settings, Trainer(settings, target, data, draft).run()
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_head_that_is_not_trained_is_shipped_or_borrowed_from_the_target(prepared, target, tmp_path, rows):
+    settings, data, _ = prepared
+    settings = dataclasses.replace(
+        settings, draft=dataclasses.replace(settings.draft, target_rows=rows, start="layer", vocab=48)
+    )
+    draft = prepare_draft(settings, target, data)
+    folder = export(tmp_path / "draft", draft, draft.weights, settings, dtype="float32")
+    loaded = load_draft(folder, target)
+    assert loaded.proposer.config.target_rows == rows
+    assert ("head" in loaded.params.weights) != rows
+    head = loaded.params.weights["head"] if not rows else loaded.params.head
+    head = head.T if rows and loaded.params.tied else head
+    theirs = target.params["embed"].T if "head" not in target.params else target.params["head"]
+    np.testing.assert_array_equal(head, np.asarray(theirs)[:, draft.ids])
 
 
 def read_log(out):
