@@ -27,8 +27,10 @@ class ModelConfig:
     ``sliding_rope`` (None: ``rope``). ``sparse[i]`` says that layer i's feed-forward block is the mixture
     ``moe``. ``norm_offset``: norm weights are stored as distance from one. ``sandwich_norms``: a second
     norm closes each of the two blocks of a layer before its residual sum. ``embed_scale`` (rounded to the
-    embedding's dtype) multiplies the embedding, ``query_scale`` the attention scores. ``attention``: how it
-    is computed (None: as the device's adapter chooses); it is no part of the architecture.
+    embedding's dtype) multiplies the embedding, ``query_scale`` the attention scores. Of rotated targets:
+    ``qk_rotation`` turns queries and keys behind RoPE by the Hadamard matrix of ``head_dim``,
+    ``post_rotation`` what a closing norm yields by the matrix of that name among the weights. ``attention``:
+    how it is computed (None: as the device's adapter chooses); it is no part of the architecture.
     """
 
     family: str
@@ -59,6 +61,8 @@ class ModelConfig:
     embed_scale: float | None = None
     moe: MoeConfig | None = None
     sparse: tuple[bool, ...] = ()
+    qk_rotation: bool = False
+    post_rotation: bool = False
     attention: Attention | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +86,8 @@ class ModelConfig:
                 raise ConfigError(f"{name} has {len(flags)} entries for {self.num_layers} layers")
             if any(flags) and not getattr(self, needs):
                 raise ConfigError(f"{name} marks layers but {needs} is {getattr(self, needs)!r}")
+        if self.post_rotation and not self.sandwich_norms:
+            raise ConfigError("post_rotation turns what closing norms yield, and this model has none")
         activation(self.activation)
         self.rope.rotary_dim(self.head_dim)
 

@@ -3,6 +3,7 @@
 Parameters are a nested dict::
 
     embed [V, H]                     norm [H]                head [H, V] (absent when tied)
+    post_rotation [H, H] f32         of a rotated target with sandwich norms
     layers[i]: attn_norm [H]; q [H, Hq*d], k, v [H, Hkv*d], o [Hq*d, H]; q_bias, k_bias, v_bias, o_bias;
                q_norm, k_norm [d]; post_attn_norm [H] (sandwich); mlp_norm [H]; post_mlp_norm [H] (sandwich);
                dense: gate, up [H, F], down [F, H]; gate_bias, up_bias, down_bias
@@ -108,6 +109,8 @@ def param_table(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
     }
     if not config.tie_embeddings:
         table["head"] = matrix(hidden, config.vocab_size, axes=("embed", "vocab"))
+    if config.post_rotation:
+        table["post_rotation"] = ArrayInfo((hidden, hidden), jnp.float32, (None, "embed"))
     return table
 
 
@@ -159,7 +162,9 @@ def forward(
     for i, layer in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{i}"):
             rope = config.layer_rope(i)
-            x, k, v = _block(layer, config, i, x, positions, angles[rope], cache, visible)
+            x, k, v = _block(
+                layer, config, i, x, positions, angles[rope], cache, visible, params.get("post_rotation")
+            )
         keys.append(k)
         values.append(v)
         if i + 1 in aux:
@@ -205,24 +210,34 @@ def _block(
     angles: tuple[jax.Array, jax.Array],
     cache: kv.KVCache,
     visible: jax.Array,
+    post_rotation: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One layer: (residual stream [B, N, H], its keys, its values)."""
 
     def norm(y: jax.Array, name: str) -> jax.Array:
         return rms_norm(y, layer[name], config.norm_eps, offset=config.norm_offset)
 
+    def closed(y: jax.Array, name: str) -> jax.Array:
+        """What a block adds to the residual stream."""
+        if not config.sandwich_norms:
+            return y
+        y = norm(y, name)
+        if post_rotation is None:
+            return y
+        return linear(y.astype(post_rotation.dtype), post_rotation, dtype=y.dtype)
+
     with jax.named_scope("attention"):
         mixed, k, v = _attention(
             layer, config, index, norm(x, "attn_norm"), positions, angles, cache, visible
         )
-        x = x + (norm(mixed, "post_attn_norm") if config.sandwich_norms else mixed)
+        x = x + closed(mixed, "post_attn_norm")
     with jax.named_scope("mlp"):
         y = norm(x, "mlp_norm")
         if config.moe is not None and config.is_sparse(index):
             y = moe_mlp(y, layer, config.moe, config.activation)
         else:
             y = gated_mlp(y, layer, config.activation)
-        x = x + (norm(y, "post_mlp_norm") if config.sandwich_norms else y)
+        x = x + closed(y, "post_mlp_norm")
     return x, k, v
 
 
@@ -246,6 +261,11 @@ def _attention(
         q = rms_norm(q, layer["q_norm"], config.norm_eps, offset=config.norm_offset)
         k = rms_norm(k, layer["k_norm"], config.norm_eps, offset=config.norm_offset)
     q, k = rotate(q, *angles), rotate(k, *angles)
+    if config.qk_rotation:
+        # Importing Pallas takes a third of a second, which other targets are spared.
+        from kernels_pallas.hadamard import hadamard
+
+        q, k = hadamard(q), hadamard(k)
     cached_k = kv.write(cache.k[index], k.transpose(0, 2, 1, 3), cache.lengths)
     cached_v = kv.write(cache.v[index], v.transpose(0, 2, 1, 3), cache.lengths)
     out = attend(

@@ -16,6 +16,7 @@ from eaglejax.models.decoder import init_params
 if TYPE_CHECKING:
     from eaglejax.checkpoint.sources import Source
     from eaglejax.checkpoint.tokenizer import Tokenizer
+    from eaglejax.quant.basis import Basis
 
 DTYPES = ("bfloat16", "float32", "float16")
 """Dtypes that weights are held in."""
@@ -28,7 +29,8 @@ class Target:
     ``params`` follows ``decoder.param_table(config, dtype)``. ``context``: longest sequence, prompt and
     output together, in tokens. ``eos_ids``: ids that end a text. ``tokenizer`` and ``source`` are None for
     random weights. ``basis``: id of the rotation that the residual stream is in, None for the basis the model
-    was trained in. ``quantization``: name of the scheme its weights are packed with, None for plain arrays.
+    was trained in; ``rotation``: that rotation with its matrix, where it is at hand. ``quantization``: name
+    of the scheme its weights are packed with, None for plain arrays.
     """
 
     config: ModelConfig
@@ -39,6 +41,7 @@ class Target:
     source: Source | None = None
     eos_ids: tuple[int, ...] = ()
     basis: str | None = None
+    rotation: Basis | None = None
     quantization: str | None = None
 
     @property

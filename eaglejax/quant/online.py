@@ -1,0 +1,55 @@
+"""Rotations that cannot be folded away and run with the model: R4 before a down projection.
+
+R3 turns queries and keys behind the rotary embedding, which stands between them and their weights; it is the
+flag ``qk_rotation`` of ModelConfig. R4 turns what comes out of the gated activation (Ashkboos et al. 2024,
+arXiv:2404.00456): it belongs to the weight that reads it, so that one is wrapped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from eaglejax import pytree
+from eaglejax.nn.linear import grouped_linear, linear
+
+
+@pytree.dataclass
+class HadamardInput:
+    """A weight [..., I, O] whose input is first multiplied by the orthonormal Hadamard matrix of order I.
+
+    ``inner``: the weight as it meets the turned input (an array, or another ``PackedWeight``), that is
+    ``H^T W`` for a weight W.
+    """
+
+    inner: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight it stands for."""
+        return self.inner.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Of the weight it stands for."""
+        return self.inner.dtype
+
+    def matmul(self, x: jax.Array, *, transposed: bool) -> jax.Array:
+        """See ``PackedWeight``."""
+        return linear(_turn(x), self.inner, transposed=transposed, dtype=jax.numpy.float32)
+
+    def grouped_matmul(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        """See ``PackedWeight``; every group's input is turned alike."""
+        return grouped_linear(_turn(x), self.inner, sizes)
+
+    def take(self, ids: jax.Array) -> jax.Array:
+        """Refused: a table has no input to turn."""
+        raise TypeError(f"rows {ids.shape} of a weight whose input is rotated have no meaning")
+
+
+def _turn(x: jax.Array) -> jax.Array:
+    # Importing Pallas takes a third of a second, which those who do not rotate are spared.
+    from kernels_pallas.hadamard import hadamard
+
+    return hadamard(x)
