@@ -23,7 +23,11 @@ def write_config(
     ``architecture``: the class name that its readers look for; ``dtype``: of the tensors; ``source``: a
     config.json whose token ids are kept; ``verifier``: name of the target, for forms that record it.
     """
-    return _CONFIGS[form](config, architecture, dtype, source, verifier)
+    out = _CONFIGS[form](config, architecture, dtype, source, verifier)
+    if config.basis is not None and KEY not in out:
+        # Other loaders pass over the key, and a second alignment has to be refused.
+        out[KEY] = {"basis": config.basis}
+    return out
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:

@@ -31,6 +31,7 @@ _LAYER, _ATTENTION, _MLP = "layers.{l}.", "layers.{l}.self_attn.", "layers.{l}.m
 RULES: list[Rule] = [
     Rule("fc", "fc.weight", TRANSPOSE),
     Rule("fc_bias", "fc.bias", COPY),
+    Rule("feature_map", "feature_map.weight", TRANSPOSE),
     Rule("norm", "norm.weight", COPY),
     Rule("embed", "embed_tokens.weight", COPY),
     Rule("head", "lm_head.weight", TRANSPOSE),

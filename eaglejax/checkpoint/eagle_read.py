@@ -189,6 +189,8 @@ class _Reader:
             "target_rows": self.settings.get("head") == "target_rows",
             "embed_scale": self.settings.get("embed_scale"),
             "softcap": self.settings.get("softcap"),
+            "basis": self.settings.get("basis"),
+            "feature_map": self._has("feature_map.weight"),
         }
         unused: tuple[str, ...] = ()
         if version == 1:
@@ -462,7 +464,7 @@ class _Reader:
     def _layout(self, version: int) -> str:
         stored = list(self.store.stored.values())
         wrapped = any(n.startswith(("model.", "draft_model.", "eagle_module.", "module.")) for n in stored)
-        if self.settings:
+        if "head" in self.settings:
             return "eaglejax"
         if self.speculators:
             return "speculators"

@@ -63,6 +63,7 @@ _COMMON_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
     _ASCENDING,
     ("a logit softcap of its own", lambda c: c.own_head and c.softcap is not None),
     ("a scaled embedding", lambda c: c.embed_scale is not None),
+    ("a map of the target's features", lambda c: c.feature_map),
 )
 _PLAIN_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
     *_COMMON_LIMITS,

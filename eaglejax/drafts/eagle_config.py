@@ -40,6 +40,8 @@ class EagleConfig:
     tokens; it must be said, because a head that is merely missing looks the same. ``windows``: attention
     window of each layer in positions (None: all; empty: all layers full). ``embed_scale`` multiplies the
     embedding and ``softcap`` caps the logits (target conventions that a draft with borrowed parts follows).
+    ``basis``: id of the basis that the features it reads are in, None for the one that the target was trained
+    in. ``feature_map`` (EAGLE-1): the file ships the map from such features to those it was trained on.
     ``attention``: how it is computed (None: as the device's adapter chooses); no part of the architecture.
     """
 
@@ -72,6 +74,8 @@ class EagleConfig:
     windows: tuple[int | None, ...] = ()
     embed_scale: float | None = None
     softcap: float | None = None
+    basis: str | None = None
+    feature_map: bool = False
     attention: Attention | None = None
 
     def __post_init__(self) -> None:
@@ -131,6 +135,8 @@ class EagleConfig:
             )
 
     def _check_third(self) -> None:
+        if self.feature_map:
+            raise ConfigError("an EAGLE-3 draft has no feature_map: what it would do is folded into fc")
         if self.num_aux < 1:
             raise ConfigError("an EAGLE-3 draft reads at least one target feature; num_aux is 0")
         if self.aux and len(self.aux) != self.num_aux:

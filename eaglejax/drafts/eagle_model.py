@@ -5,6 +5,7 @@ Weights are a nested dict; every matrix is [in, out]::
     fc [F, H], fc_bias [H]              F = 2H ([embedding, feature], EAGLE-1) or A * Ht (joined target
     features, EAGLE-3)
     aux_norm [A * Ht] or [A, Ht]        EAGLE-3 with ``aux_norm`` "joined" or "each"
+    feature_map [Ht, H]                 an EAGLE-1 draft aligned to a rotated target (always f32)
     layers[i]: input_norm [H]           not in EAGLE-1's first layer; in EAGLE-3's it is the embedding's norm
                hidden_norm [H]          EAGLE-3's first layer alone: the feature's norm
                q [I, Hq*d], k, v [I, Hkv*d], o [Hq*d, H]    I = 2H in EAGLE-3's first layer, else H; q_bias
@@ -113,6 +114,8 @@ def param_table(config: EagleConfig, dtype: Any = jnp.float32) -> Weights:
         table["aux_norm"] = norm(config.fc_in)
     if config.aux_norm == "each":
         table["aux_norm"] = norm(config.num_aux, config.target_hidden_size)
+    if config.feature_map:
+        table["feature_map"] = ArrayInfo((config.target_hidden_size, hidden), jnp.float32, (None, "embed"))
     if config.head_norm:
         table["norm"] = norm(hidden)
     if config.own_embedding:
@@ -142,11 +145,14 @@ def init_cache(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> kv
 def fuse(params: EagleParams, config: EagleConfig, features: jax.Array) -> jax.Array:
     """The draft's feature [B, M, H] of committed tokens from the target's ``features`` [B, M, A, Ht].
 
-    EAGLE-1: A = 1, the post-final-norm hidden state, taken as it is. EAGLE-3: the A boundaries, normalised as
+    EAGLE-1: A = 1, the post-final-norm hidden state, as it is or through ``feature_map``. EAGLE-3: the A boundaries, normalised as
     the configuration says and mixed by ``fc``.
     """
     weights = params.weights
-    x = params.adapter.from_target(features).astype(weights["fc"].dtype)
+    x = params.adapter.from_target(features)
+    if config.feature_map:
+        x = linear(x.astype(jnp.float32), weights["feature_map"])
+    x = x.astype(weights["fc"].dtype)
     if config.version == 1:
         return x[:, :, 0]
     if config.aux_norm == "each":

@@ -18,8 +18,8 @@ class FeatureAdapter:
     """Linear maps in front of a draft; None is the identity and costs nothing.
 
     ``target``: one map [Ht, Ht] a feature that the draft reads from the target (A of them for EAGLE-3, one
-    for EAGLE-1), or empty for identity everywhere. ``draft`` [H, H]: for the states the draft feeds back to
-    itself.
+    for EAGLE-1), or empty for identity everywhere; it is applied in the map's dtype. ``draft`` [H, H]: for
+    the states the draft feeds back to itself.
     """
 
     target: tuple[jax.Array | None, ...] = ()
@@ -30,7 +30,9 @@ class FeatureAdapter:
         if not any(m is not None for m in self.target):
             return features
         parts = [features[:, :, i] for i in range(features.shape[2])]
-        mapped = [x if m is None else linear(x, m) for x, m in zip(parts, self.target, strict=True)]
+        mapped = [
+            x if m is None else linear(x.astype(m.dtype), m) for x, m in zip(parts, self.target, strict=True)
+        ]
         return jax.numpy.stack(mapped, axis=2)
 
     def from_draft(self, state: jax.Array) -> jax.Array:

@@ -137,7 +137,7 @@ def find_basis(folder: Path) -> Path | None:
         return path
     if description.get("is_rot_used"):
         raise CheckpointError(
-            f"{folder} is rotated (is_rot_used) but its rotation was not exported, and no draft can be aligned "
+            f"{folder} is rotated (is_rot_used) but its rotation was not exported; no draft can be aligned "
             "without; recover it with `eaglejax align --method procrustes --original-target T0`"
         )
     return None
