@@ -42,6 +42,11 @@ RULES: list[Rule] = [
     *(Rule(f"{_LAYER}{x}_bias", f"{_ATTENTION}{x}_proj.bias", COPY) for x in "qkvo"),
     *(Rule(f"{_LAYER}{x}_norm", f"{_ATTENTION}{x}_norm.weight", COPY) for x in "qk"),
     *(Rule(_LAYER + x, f"{_MLP}{x}_proj.weight", TRANSPOSE) for x in ("gate", "up", "down")),
+    Rule(_LAYER + "router", f"{_MLP}gate.weight", TRANSPOSE),
+    *(
+        Rule(f"{_LAYER}experts.{x}", f"{_MLP}experts.{{e}}.{x}_proj.weight", TRANSPOSE)
+        for x in ("gate", "up", "down")
+    ),
 ]
 """Plain names of all leaves but ``aux_norm``, whose form depends on the configuration (see ``rules``)."""
 

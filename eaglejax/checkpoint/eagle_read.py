@@ -174,7 +174,7 @@ class _Reader:
             "vocab_size": vocab,
             "draft_vocab_size": draft_vocab,
             "hidden_size": hidden,
-            "intermediate_size": self._matrix("layers.0.mlp.gate_proj.weight")[0],
+            **self._mlp(),
             **heads,
             "num_layers": self._layers(),
             "norm_eps": float(self.layer.get("rms_norm_eps") or 1e-6),
@@ -241,6 +241,28 @@ class _Reader:
                 f"{kv_heads}"
             )
         return {"num_heads": q_out // head_dim, "num_kv_heads": kv_heads, "head_dim": head_dim}
+
+    def _mlp(self) -> dict[str, int]:
+        """Width of the dense MLP, or the experts, whose number a token is the one thing no shape tells."""
+        pattern = r"layers\.\d+\.mlp\.experts\.(\d+)\."
+        found = [int(m[1]) for n in self.store.names() if (m := re.match(pattern, n))]
+        chosen = self.settings.get("experts_per_token")
+        if not found:
+            if chosen is not None:
+                self._fail(f"config.json says {KEY}.experts_per_token, but the file holds no experts")
+            return {"intermediate_size": self._matrix("layers.0.mlp.gate_proj.weight")[0]}
+        if chosen is None:
+            self._fail(
+                "its MLP is a mixture of experts, and config.json does not say how many a token passes "
+                f'("{KEY}": {{"experts_per_token": ...}})'
+            )
+        width = self._matrix("layers.0.mlp.experts.0.gate_proj.weight")[0]
+        return {
+            "num_experts": max(found) + 1,
+            "experts_per_token": chosen,
+            "moe_intermediate_size": width,
+            "intermediate_size": chosen * width,
+        }
 
     def _layers(self) -> int:
         found = sorted({int(m[1]) for n in self.store.names() if (m := re.match(r"layers\.(\d+)\.", n))})

@@ -43,6 +43,7 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "feed_normed": (_boolean, "true or false"),
     "embed_scale": (_positive, "a positive number"),
     "softcap": (_positive, "a positive number"),
+    "experts_per_token": (lambda v: _whole(v, 1), "a positive integer"),
     "basis": (lambda v: isinstance(v, str) and bool(v), "the id of a basis"),
     "windows": (
         lambda v: isinstance(v, list) and all(i is None or _whole(i, 1) for i in v),
@@ -61,6 +62,7 @@ def write_settings(config: EagleConfig) -> dict[str, Any]:
         "embed_scale": config.embed_scale,
         "softcap": config.softcap,
         "basis": config.basis,
+        "experts_per_token": config.experts_per_token or None,
         "windows": list(config.windows) if any(config.windows) else None,
     }
     return {"head": head} | {name: value for name, value in values.items() if value is not None}

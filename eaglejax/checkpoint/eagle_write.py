@@ -64,6 +64,7 @@ _COMMON_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
     ("a logit softcap of its own", lambda c: c.own_head and c.softcap is not None),
     ("a scaled embedding", lambda c: c.embed_scale is not None),
     ("a map of the target's features", lambda c: c.feature_map),
+    ("a mixture of experts", lambda c: c.num_experts > 0),
 )
 _PLAIN_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
     *_COMMON_LIMITS,
@@ -181,11 +182,10 @@ def tensors_of_weights(config: EagleConfig, weights: Weights) -> Tensors:
             match = re.fullmatch(pattern, leaf)
             if match is None:
                 continue
-            layer = match.groupdict().get("l", "")
-            if "{e}" in rule.name:
-                out |= {rule.name.format(e=e): _pending(part) for e, part in enumerate(value)}
-            else:
-                out[rule.name.format(l=layer)] = _pending(value.T if rule.layout.transposed else value)
+            parts = value if "{e}" in rule.name else [value]
+            for e, part in enumerate(parts):
+                name = rule.name.format(l=match.groupdict().get("l", ""), e=e)
+                out[name] = _pending(part.T if rule.layout.transposed else part)
     return out
 
 

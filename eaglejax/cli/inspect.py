@@ -93,6 +93,15 @@ def describe(file: DraftFile, target: ModelConfig | None = None) -> dict[str, An
     }
 
 
+def _mlp(config: dict[str, Any]) -> str:
+    if not config["num_experts"]:
+        return str(config["intermediate_size"])
+    return (
+        f"{config['num_experts']} experts of {config['moe_intermediate_size']}, "
+        f"{config['experts_per_token']} a token"
+    )
+
+
 def _print(report: dict[str, Any]) -> None:
     config, vocabulary = report["config"], report["vocabulary"]
     table = rich.table.Table(show_header=False, title=report["path"], title_justify="left")
@@ -101,7 +110,7 @@ def _print(report: dict[str, Any]) -> None:
         "shape",
         f"{config['num_layers']} layer, H {config['hidden_size']}, target H {config['target_hidden_size']}, "
         f"{config['num_heads']} heads / {config['num_kv_heads']} key-value heads of {config['head_dim']}, "
-        f"MLP {config['intermediate_size']}; {report['parameters'] / 1e6:.1f} M numbers in "
+        f"MLP {_mlp(config)}; {report['parameters'] / 1e6:.1f} M numbers in "
         f"{', '.join(report['dtypes'])}",
     )
     flags = ("norm_before_residual", "head_norm", "feed_normed", "fc_bias", "qkv_bias", "o_bias", "qk_norm")

@@ -15,6 +15,7 @@ from eaglejax.devices import Attention
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.mlp import activation
+from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.rope import RopeConfig
 
 AuxNorm = Literal["none", "joined", "each"]
@@ -37,7 +38,10 @@ class EagleConfig:
 
     ``own_embedding``, ``own_head``: the draft ships them; else they are the target's. ``target_rows``: a
     draft with a reduced vocabulary and without a head reads the rows of the target's head that stand for its
-    tokens; it must be said, because a head that is merely missing looks the same. ``windows``: attention
+    tokens; it must be said, because a head that is merely missing looks the same. ``num_experts`` E: 0 for a
+    dense MLP of width ``intermediate_size``; otherwise each layer's MLP is a mixture of E experts of width
+    ``moe_intermediate_size``, of which a token passes ``experts_per_token``, weighted by the softmax over all
+    of them, renormalised; ``intermediate_size`` is then what a token passes through. ``windows``: attention
     window of each layer in positions (None: all; empty: all layers full). ``embed_scale`` multiplies the
     embedding and ``softcap`` caps the logits (target conventions that a draft with borrowed parts follows).
     ``basis``: id of the basis that the features it reads are in, None for the one that the target was trained
@@ -55,6 +59,9 @@ class EagleConfig:
     num_kv_heads: int
     head_dim: int
     num_layers: int = 1
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
     num_aux: int = 0
     aux: tuple[int, ...] = ()
     norm_eps: float = 1e-6
@@ -116,9 +123,31 @@ class EagleConfig:
             )
         if self.target_rows and (self.own_head or not self.reduced):
             raise ConfigError("target_rows is for a reduced draft vocabulary without a head of its own")
+        self._check_experts()
         activation(self.activation)
         self.rope.rotary_dim(self.head_dim)
         (self._check_first if self.version == 1 else self._check_third)()
+
+    def _check_experts(self) -> None:
+        each = (self.num_experts, self.experts_per_token, self.moe_intermediate_size)
+        if not any(each):
+            return
+        if min(each) < 1:
+            raise ConfigError(
+                f"num_experts, experts_per_token and moe_intermediate_size are {each}; they are all "
+                "positive, or all 0 for a dense MLP"
+            )
+        passed = self.experts_per_token * self.moe_intermediate_size
+        if self.intermediate_size != passed:
+            raise ConfigError(
+                f"intermediate_size is {self.intermediate_size}; {self.experts_per_token} experts of "
+                f"{self.moe_intermediate_size} make {passed}, the width that a token passes through"
+            )
+        if not self.experts_per_token < self.num_experts:
+            raise ConfigError(
+                f"{self.experts_per_token} experts a token of {self.num_experts} leave nothing to choose; "
+                "use a dense MLP or more experts"
+            )
 
     def _check_first(self) -> None:
         if self.hidden_size != self.target_hidden_size:
@@ -156,6 +185,19 @@ class EagleConfig:
     def reduced(self) -> bool:
         """Whether the draft's vocabulary is smaller than the target's."""
         return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def moe(self) -> MoeConfig | None:
+        """How the MLP's experts are chosen and mixed, None for a dense one."""
+        if not self.num_experts:
+            return None
+        return MoeConfig(
+            self.num_experts,
+            self.experts_per_token,
+            self.moe_intermediate_size,
+            softmax_first=True,
+            normalize=True,
+        )
 
     @property
     def fc_in(self) -> int:

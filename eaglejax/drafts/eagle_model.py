@@ -9,7 +9,8 @@ Weights are a nested dict; every matrix is [in, out]::
     layers[i]: input_norm [H]           not in EAGLE-1's first layer; in EAGLE-3's it is the embedding's norm
                hidden_norm [H]          EAGLE-3's first layer alone: the feature's norm
                q [I, Hq*d], k, v [I, Hkv*d], o [Hq*d, H]    I = 2H in EAGLE-3's first layer, else H; q_bias
-               ... q_norm, k_norm [d]; mlp_norm [H]; gate, up [H, Fm], down [Fm, H]
+               ... q_norm, k_norm [d]; mlp_norm [H]; gate, up [H, Fm], down [Fm, H], or with experts
+               router [H, E] (always f32), experts {gate, up [E, H, Fe], down [E, Fe, H]}
     norm [H]                            where a norm stands before the head
     embed [V, H], head [H, Vd]          where the draft ships its own
 
@@ -34,6 +35,7 @@ from eaglejax.nn import cache as kv
 from eaglejax.nn.attention import attend
 from eaglejax.nn.linear import PackedWeight, embedding, linear
 from eaglejax.nn.mlp import gated_mlp
+from eaglejax.nn.moe import moe_mlp, router_logits
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import rotate, rotation
 from eaglejax.pytree import ArrayInfo, constant
@@ -75,6 +77,25 @@ def param_table(config: EagleConfig, dtype: Any = jnp.float32) -> Weights:
     def bias(size: int, axis: str | None) -> ArrayInfo:
         return ArrayInfo((size,), dtype, (axis,), constant(0.0))
 
+    def mlp() -> Weights:
+        if config.moe is None:
+            width = config.intermediate_size
+            return {
+                "gate": matrix(hidden, width, axes=("embed", "mlp")),
+                "up": matrix(hidden, width, axes=("embed", "mlp")),
+                "down": matrix(width, hidden, axes=("mlp", "embed")),
+            }
+        e, width = config.num_experts, config.moe_intermediate_size
+        return {
+            # Two experts that score almost alike change places under rounding, whatever the rest is.
+            "router": ArrayInfo((hidden, e), jnp.float32, ("embed", None)),
+            "experts": {
+                "gate": matrix(e, hidden, width, axes=("experts", "embed", "mlp")),
+                "up": matrix(e, hidden, width, axes=("experts", "embed", "mlp")),
+                "down": matrix(e, width, hidden, axes=("experts", "mlp", "embed")),
+            },
+        }
+
     def layer(index: int) -> Weights:
         q, k = config.num_heads * head_dim, config.num_kv_heads * head_dim
         wide = 2 * hidden if config.version == 3 and index == 0 else hidden
@@ -84,9 +105,7 @@ def param_table(config: EagleConfig, dtype: Any = jnp.float32) -> Weights:
             "v": matrix(wide, k, axes=("embed", "kv_heads")),
             "o": matrix(q, hidden, axes=("heads", "embed")),
             "mlp_norm": norm(hidden),
-            "gate": matrix(hidden, config.intermediate_size, axes=("embed", "mlp")),
-            "up": matrix(hidden, config.intermediate_size, axes=("embed", "mlp")),
-            "down": matrix(config.intermediate_size, hidden, axes=("mlp", "embed")),
+            **mlp(),
         }
         if config.version == 3 or index > 0:
             table["input_norm"] = norm(hidden)
@@ -128,6 +147,16 @@ def param_table(config: EagleConfig, dtype: Any = jnp.float32) -> Weights:
 def init_eagle(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> Weights:
     """Random weights of a new draft in the layout of ``param_table``."""
     return pytree.initialize(param_table(config, dtype), key)
+
+
+def cast(weights: Weights, dtype: Any) -> Weights:
+    """The weights in ``dtype``, but for routers, which stay as they are (f32)."""
+
+    def one(path: Any, weight: jax.Array) -> jax.Array:
+        routes = getattr(path[-1], "key", None) == "router"
+        return weight if routes else weight.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(one, weights)
 
 
 def init_cache(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> kv.KVCache:
@@ -173,11 +202,12 @@ def backbone(
     tokens: jax.Array,
     positions: jax.Array,
     attention: Attention,
+    routing: list[jax.Array] | None = None,
 ) -> jax.Array:
     """States [B, N, H] of the pairs (``feature`` [B, N, H], ``tokens`` [B, N]) at ``positions`` [B, N].
 
     A pair holds the feature of a token and the id of the token after it; its state predicts the one after
-    that.
+    that. ``routing`` gets the router logits [B, N, E] f32 of every layer with experts appended.
     """
     weights = params.weights
     embed = params.embed if params.embed is not None else weights["embed"]
@@ -191,7 +221,7 @@ def backbone(
         x = feature
     for index, layer in enumerate(weights["layers"]):
         with jax.named_scope(f"draft_layer_{index}"):
-            x = _layer(layer, config, index, x, e, angles, attention)
+            x = _layer(layer, config, index, x, e, angles, attention, routing)
     return rms_norm(x, weights["norm"], config.norm_eps) if config.feed_normed else x
 
 
@@ -203,6 +233,7 @@ def _layer(
     e: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     attention: Attention,
+    routing: list[jax.Array] | None,
 ) -> jax.Array:
     eps = config.norm_eps
     residual = x
@@ -224,7 +255,12 @@ def _layer(
         q, k = rms_norm(q, layer["q_norm"], eps), rms_norm(k, layer["k_norm"], eps)
     mixed = attention(index, rotate(q, *angles), rotate(k, *angles), v)
     x = residual + linear(mixed.reshape(*x.shape[:2], -1), layer["o"], layer.get("o_bias"))
-    return x + gated_mlp(rms_norm(x, layer["mlp_norm"], eps), layer, config.activation)
+    y = rms_norm(x, layer["mlp_norm"], eps)
+    if config.moe is None:
+        return x + gated_mlp(y, layer, config.activation)
+    if routing is not None:
+        routing.append(router_logits(y, layer["router"]))
+    return x + moe_mlp(y, layer, config.moe, config.activation)
 
 
 def logits(params: EagleParams, config: EagleConfig, state: jax.Array) -> jax.Array:

@@ -71,6 +71,7 @@ def unroll(
     documents: jax.Array | None = None,
     attention: StepAttention = step_attention,
     through_time: bool = True,
+    routing: list[list[jax.Array]] | None = None,
 ) -> list[jax.Array]:
     """States of passes 0 .. ``steps`` - 1, each [B, T, H]; ``eagle_model.logits`` reads them.
 
@@ -79,7 +80,8 @@ def unroll(
     T - k have no such token: they run on token 0 and the caller masks them. ``positions`` [B, T] of x_0 ..
     (default 0, 1, ...); ``documents`` [B, T] int: rows of different documents do not see each other (a row
     whose shifted token belongs to the next document is the caller's to mask). ``through_time`` False cuts the
-    gradient between passes (HASS).
+    gradient between passes (HASS). ``routing``: an empty list that gets, for each pass, each layer's router
+    logits [B, T, E] f32 (drafts with experts).
     """
     batch, length = tokens.shape
     if positions is None:
@@ -103,6 +105,9 @@ def unroll(
         if step > 0:
             state = params.adapter.from_draft(state if through_time else jax.lax.stop_gradient(state))
             tokens = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
-        state = eagle_model.backbone(params, config, state, tokens, positions + step, attend)
+        routed: list[jax.Array] = []
+        state = eagle_model.backbone(params, config, state, tokens, positions + step, attend, routed)
+        if routing is not None:
+            routing.append(routed)
         states.append(state)
     return states

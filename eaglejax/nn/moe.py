@@ -45,6 +45,13 @@ def route(logits: jax.Array, moe: MoeConfig) -> tuple[jax.Array, jax.Array]:
     return weights, chosen
 
 
+def router_logits(x: jax.Array, router: Any) -> jax.Array:
+    """Router logits [..., E] f32 for ``x`` [..., H]; in f32 throughout where the router is."""
+    if isinstance(router, jax.Array) and router.dtype == jnp.float32:
+        x = x.astype(jnp.float32)
+    return linear(x, router, dtype=jnp.float32)
+
+
 def moe_mlp(x: jax.Array, params: dict[str, Any], moe: MoeConfig, act: str) -> jax.Array:
     """Weighted sum of the chosen experts' gated MLPs for ``x`` [..., H].
 
@@ -52,7 +59,7 @@ def moe_mlp(x: jax.Array, params: dict[str, Any], moe: MoeConfig, act: str) -> j
     and each expert multiplies its own run of rows, however long.
     """
     rows = x.reshape(-1, x.shape[-1])
-    weights, chosen = route(linear(rows, params["router"], dtype=jnp.float32), moe)
+    weights, chosen = route(router_logits(rows, params["router"]), moe)
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.zeros((moe.experts,), jnp.int32).at[chosen.reshape(-1)].add(1)
     experts = params["experts"]

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from eaglejax.checkpoint.eagle import bind
+from eaglejax.drafts import eagle_model
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.eagle import Eagle
 from eaglejax.drafts.eagle_config import EagleConfig
@@ -33,7 +34,7 @@ def make_evaluation(
 
     @jax.jit
     def measure(weights: Weights, batch: Batch, frozen: EagleParams, head: Head) -> Metrics:
-        cast = jax.tree.map(lambda w: w.astype(compute_dtype), weights)
+        cast = eagle_model.cast(weights, compute_dtype)
         rows = trained_rows(objective, head, batch)
         params = dataclasses.replace(frozen, weights=cast)
         return objective_loss(params, config, objective, head, batch, rows)[1]
@@ -84,7 +85,7 @@ def decode(
 
     ``weights``: as trained; they run in the target's dtype.
     """
-    own = jax.tree.map(lambda w: w.astype(target.dtype), weights)
+    own = eagle_model.cast(weights, target.dtype)
     bound = Bound(Eagle(config, tree), bind(config, own, target, ids))
     requests = [Request(tuple(p.prompt.tolist()), Sampling(), tokens) for p in prompts]
     results = [

@@ -100,3 +100,20 @@ def smooth_l1(predicted: jax.Array, true: jax.Array) -> jax.Array:
     """Huber loss with beta 1 (Girshick 2015), averaged over the last axis; [...] f32."""
     d = jnp.abs(predicted.astype(jnp.float32) - true.astype(jnp.float32))
     return jnp.mean(jnp.where(d < 1.0, 0.5 * d * d, d - 0.5), axis=-1)
+
+
+def balance(logits: jax.Array, mask: jax.Array, chosen: int) -> jax.Array:
+    """Sum over the rows of ``mask`` [B, T] of how unevenly router ``logits`` [B, T, E] spread them; 1 a row
+    when they spread evenly, E / ``chosen`` when all take the same experts.
+
+    The Switch Transformer's product of load and probability (Fedus et al. 2021), taken within each text row
+    as in DeepSeek-V3 and weighted by its number of masked positions, so that rows add up however they are
+    batched.
+    """
+    experts = logits.shape[-1]
+    where = mask[..., None].astype(jnp.float32)
+    count = jnp.sum(where, axis=1)
+    picked = jax.nn.one_hot(jax.lax.top_k(logits, chosen)[1], experts, dtype=jnp.float32).sum(axis=-2)
+    load = jnp.sum(picked * where, axis=1) / jnp.maximum(count, 1.0) / chosen
+    probability = jnp.sum(jax.nn.softmax(logits, axis=-1) * where, axis=1) / jnp.maximum(count, 1.0)
+    return jnp.sum(count[:, 0] * experts * jnp.sum(load * probability, axis=-1))

@@ -22,7 +22,7 @@ from eaglejax.drafts.eagle_unroll import unroll
 from eaglejax.errors import ConfigError
 from eaglejax.nn.linear import linear
 from eaglejax.train.batch import Alignment, Batch, row_mask, shift
-from eaglejax.train.losses import Loss, Teacher, acceptance, masked_loss, smooth_l1, teacher
+from eaglejax.train.losses import Loss, Teacher, acceptance, balance, masked_loss, smooth_l1, teacher
 
 Algorithm = Literal["eagle3", "eagle1", "hass"]
 
@@ -38,7 +38,8 @@ class Objective:
     positions, padding and prompts included (SpecForge). ``out_of_vocabulary``: what happens to rows whose
     likeliest target token the draft does not know: "drop" them from the loss, or "keep" them (renormalised).
     ``noise``: half-width of the uniform noise added to the features. ``feature_weight``, ``token_weight``: of
-    EAGLE-1's two terms. ``top_weight``, ``top_tokens``: of HASS's third.
+    EAGLE-1's two terms. ``top_weight``, ``top_tokens``: of HASS's third. ``balance_weight``: of the term that
+    spreads tokens over the experts of a draft that has them, see ``losses.balance``.
     """
 
     algorithm: Algorithm = "eagle3"
@@ -56,6 +57,7 @@ class Objective:
     token_weight: float = 0.1
     top_weight: float = 1.0
     top_tokens: int = 10
+    balance_weight: float = 0.01
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -79,8 +81,11 @@ class Objective:
             raise ConfigError(f"{len(self.step_weights)} step_weights for {self.steps} steps; give one each")
         if any(w < 0 for w in self.weights) or not any(self.weights):
             raise ConfigError(f"step weights {list(self.weights)} must not be negative, nor all zero")
-        if self.noise < 0 or self.top_tokens < 1:
-            raise ConfigError("objective.noise must not be negative and objective.top_tokens at least 1")
+        if self.noise < 0 or self.balance_weight < 0 or self.top_tokens < 1:
+            raise ConfigError(
+                "objective.noise and objective.balance_weight must not be negative and objective.top_tokens "
+                "at least 1"
+            )
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -159,6 +164,7 @@ def objective_loss(
     if objective.noise > 0 and key is not None:
         noise = jax.random.uniform(key, features.shape, jnp.float32, -objective.noise, objective.noise)
         features = (features.astype(jnp.float32) + noise).astype(features.dtype)
+    routed: list[list[jax.Array]] = []
     states = unroll(
         params,
         config,
@@ -168,6 +174,7 @@ def objective_loss(
         positions=batch.positions,
         documents=batch.documents,
         through_time=objective.algorithm != "hass",
+        routing=routed,
     )
     everything = teacher(head.logits(batch.hidden), batch.log_norm)
     best, known = _targets(everything, head, batch)
@@ -177,7 +184,8 @@ def objective_loss(
     for k, (state, weight) in enumerate(zip(states, objective.weights, strict=True)):
         mask = _mask(objective, batch, known, k)
         value, log_q = _step_loss(params, config, objective, everything, batch, state, mask, k)
-        total = total + weight * value / jnp.maximum(rows[k], 1.0)
+        summed = value + objective.balance_weight * _balance(config, routed[k], mask)
+        total = total + weight * summed / jnp.maximum(rows[k], 1.0)
         judged = row_mask(batch, k)
         guess = jnp.argmax(log_q, axis=-1)
         guess = guess if head.ids is None else jnp.take(head.ids, guess)
@@ -207,6 +215,13 @@ def trained_rows(objective: Objective, head: Head, batch: Batch) -> jax.Array:
     if objective.out_of_vocabulary == "drop" and batch.top is not None and head.ids is not None:
         known = _is_known(batch.top, head.ids)
     return jnp.stack([_sum(_mask(objective, batch, known, k)) for k in range(objective.steps)])
+
+
+def _balance(config: EagleConfig, routed: list[jax.Array], mask: jax.Array) -> jax.Array | float:
+    """Sum over layers with experts of ``losses.balance`` of the trained rows; 0 for a dense draft."""
+    if config.moe is None:
+        return 0.0
+    return sum((balance(logits, mask, config.experts_per_token) for logits in routed), start=jnp.float32(0))
 
 
 def _joined(hidden: jax.Array | None) -> jax.Array | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,7 @@ def draft_config(settings: DraftSettings, target: Target, version: int) -> Eagle
         draft_vocab_size=settings.vocab or model.vocab_size,
         hidden_size=model.hidden_size,
         target_hidden_size=model.hidden_size,
-        intermediate_size=settings.intermediate_size or model.intermediate_size,
+        **_mlp_shape(settings, settings.intermediate_size or model.intermediate_size),
         num_heads=heads,
         num_kv_heads=settings.num_kv_heads or (heads if settings.start == "fit" else model.num_kv_heads),
         head_dim=settings.head_dim or model.head_dim,
@@ -129,6 +130,18 @@ def draft_config(settings: DraftSettings, target: Target, version: int) -> Eagle
         embed_scale=model.embed_scale,
         softcap=model.final_softcap,
     )
+
+
+def _mlp_shape(settings: DraftSettings, width: int) -> dict[str, Any]:
+    if not settings.experts:
+        return {"intermediate_size": width}
+    size = settings.expert_size or width // max(settings.experts_per_token, 1)
+    return {
+        "intermediate_size": settings.experts_per_token * size,
+        "num_experts": settings.experts,
+        "experts_per_token": settings.experts_per_token,
+        "moe_intermediate_size": size,
+    }
 
 
 def prepare_draft(settings: TrainSettings, target: Target, data: Data) -> Draft:

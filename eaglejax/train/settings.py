@@ -55,9 +55,11 @@ class DraftSettings:
     ``start``: "fit" (closed form from the target's features), "layer" (the target's last layer), "random", or
     the folder or Hub id of a draft to go on from, whose shape and vocabulary are then kept. ``aux``:
     boundaries that an EAGLE-3 draft reads (empty: 2, n/2, n-3). ``vocab``: Vd (None: the whole vocabulary),
-    chosen by supervised counts plus ``vocab_prior`` times the counts of all tokens, prompts included: what the
+    chosen by supervised counts plus ``vocab_prior`` times those of all tokens, prompts included: what the
     target was asked about it will also write. ``train_head`` False keeps the target's rows as the head;
-    ``target_rows`` then leaves them out of the file and borrows them from the target again.
+    ``target_rows`` then leaves them out of the file and borrows them from the target again. ``experts``: of
+    each layer's MLP, ``experts_per_token`` of which a token passes (0: a dense MLP); ``expert_size``: width
+    of one (None: ``intermediate_size`` shared out over those that a token passes).
     """
 
     start: str = "fit"
@@ -65,6 +67,9 @@ class DraftSettings:
     vocab: int | None = None
     vocab_prior: float = 0.0
     intermediate_size: int | None = None
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_size: int | None = None
     num_layers: int = 1
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -153,6 +158,8 @@ class TrainSettings:
             raise ConfigError(
                 f"optimizer.warmup {self.optimizer.warmup} leaves nothing of run.updates {self.run.updates}"
             )
+        if not self.draft.experts and self.draft.expert_size:
+            raise ConfigError("draft.expert_size is the width of experts, and draft.experts is 0")
         if self.draft.vocab_prior < 0:
             raise ConfigError(f"draft.vocab_prior is {self.draft.vocab_prior}; it must not be negative")
         if self.draft.target_rows and (self.draft.train_head or not self.draft.vocab):

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from eaglejax import pytree
+from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import EagleParams, Weights
 from eaglejax.train.batch import Batch
@@ -103,7 +104,7 @@ def make_update(
     def loss_of(
         weights: Weights, frozen: EagleParams, head: Head, batch: Batch, rows: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, Metrics]:
-        cast = jax.tree.map(lambda w: w.astype(compute_dtype), weights)
+        cast = eagle_model.cast(weights, compute_dtype)
         return objective_loss(
             dataclasses.replace(frozen, weights=cast), config, objective, head, batch, rows, key
         )

@@ -22,6 +22,7 @@ import numpy as np
 
 from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.checkpoint.tables import leaf_paths
+from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_model import Weights, param_table
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError, EaglejaxError
@@ -307,7 +308,7 @@ def export(folder: Path, draft: Draft, weights: Weights, settings: TrainSettings
     foreign = set(leaf_paths(complete)) ^ set(leaf_paths(param_table(draft.config)))
     if foreign:
         raise EaglejaxError(f"the trained weights lack, or should not have, {', '.join(sorted(foreign))}")
-    complete = jax.tree.map(lambda w: np.asarray(jnp.asarray(w).astype(dtype)), complete)
+    complete = jax.tree.map(np.asarray, eagle_model.cast(jax.tree.map(jnp.asarray, complete), dtype))
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     tensors = tensors_of_weights(draft.config, complete)

@@ -59,11 +59,16 @@ def check_start(config: EagleConfig, target: ModelConfig, start: str) -> None:
                 f"start {start!r} needs the target's {name} {getattr(target, name)}, the draft has "
                 f"{getattr(config, name)}; use 'random'"
             )
-    if config.intermediate_size > target.intermediate_size:
+    if mlp_width(config) > target.intermediate_size:
         raise ConfigError(
             f"start {start!r} takes MLP neurons of the target, which has {target.intermediate_size}, not "
-            f"{config.intermediate_size}"
+            f"{mlp_width(config)}"
         )
+
+
+def mlp_width(config: EagleConfig) -> int:
+    """Neurons of the dense MLP, or of one expert."""
+    return config.moe_intermediate_size or config.intermediate_size
 
 
 def head_rows(target: Target, ids: np.ndarray | None) -> jax.Array:
@@ -201,11 +206,14 @@ def _borrow_mlp(config: EagleConfig, target: Target, layer: Weights, order: np.n
     last = target.params["layers"][-1]
     if "gate" not in last:
         raise ConfigError("the target's last layer has no dense MLP to start from; use start 'random'")
-    keep = (np.arange(target.config.intermediate_size) if order is None else order)[
-        : config.intermediate_size
-    ]
-    layer["gate"], layer["up"] = (jnp.asarray(_f32(last[n])[:, keep]) for n in ("gate", "up"))
-    layer["down"] = jnp.asarray(_f32(last["down"])[keep])
+    keep = (np.arange(target.config.intermediate_size) if order is None else order)[: mlp_width(config)]
+    mlp = {n: jnp.asarray(_f32(last[n])[:, keep]) for n in ("gate", "up")}
+    mlp["down"] = jnp.asarray(_f32(last["down"])[keep])
+    if config.num_experts:
+        # Copies of one MLP mix to that MLP, whatever the router says (sparse upcycling, Komatsuzaki et al.).
+        layer["experts"] = {n: jnp.repeat(m[None], config.num_experts, axis=0) for n, m in mlp.items()}
+    else:
+        layer |= mlp
     layer["mlp_norm"] = _norm_weight(target, last["mlp_norm"])
     layer["hidden_norm"] = _norm_weight(target, last["attn_norm"])
 

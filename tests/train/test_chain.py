@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_model import VOCAB
-from train_tools import draft_config, packed
+from train_tools import EXPERTS, draft_config, packed
 
 from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_model import EagleParams, init_eagle
@@ -17,10 +17,10 @@ STEPS = 4
 LENGTHS = (9, 7)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_training_steps_equal_cached_inference_within_packed_documents(window):
-    config = draft_config(windows=(window,) if window else ())
-    weights = jax.tree.map(lambda w: w * 6 if w.ndim == 2 else w, init_eagle(config, jax.random.key(0)))
+@pytest.mark.parametrize("changes", [{}, {"windows": (3,)}, EXPERTS], ids=["full", "window", "experts"])
+def test_training_steps_equal_cached_inference_within_packed_documents(changes):
+    config = draft_config(**changes)
+    weights = jax.tree.map(lambda w: w * 6 if w.ndim > 1 else w, init_eagle(config, jax.random.key(0)))
     embed = jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, 32)), jnp.float32)
     params = EagleParams(weights, embed=embed)
     batch = packed(*LENGTHS, capacity=20)

@@ -13,6 +13,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 12}
+"""A small mixture as wide, for a token, as the dense MLP of ``draft_config``."""
+
 
 def tiny_folder(folder, *, template=TEMPLATE, seed=0):
     return write_model(folder, seed=seed, layers=4, template=template)
