@@ -79,7 +79,7 @@ class RunCheckpoints:
             temporary.mkdir()
             with ocp.StandardCheckpointer() as writer:
                 writer.save((temporary / "state").absolute(), state)
-            versions = {name: importlib.metadata.version(name) for name in _VERSIONED}
+            versions = {name: _version(name) for name in _VERSIONED}
             document = {"update": update, "data": data, "binds": self.binds, "versions": versions}
             (temporary / "run.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
             os.replace(temporary, final)
@@ -122,3 +122,11 @@ class RunCheckpoints:
         for update in self.updates()[: -self.keep]:
             if best is None or update != best[0]:
                 shutil.rmtree(self.path(update))
+
+
+def _version(package: str) -> str:
+    """The package's version; a checkout that is run without being installed has none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
