@@ -8,12 +8,13 @@ nothing. The key is a hash of the file's size, modification time and first and l
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -310,25 +311,38 @@ def load_gguf(path: Path, dtype: Any, *, context: int | None = None) -> tuple[Mo
     written.
     """
     dtype = np.dtype(dtype)
-    folder = cache_dir() / "converted" / fingerprint(path)
+    folder = converted_folder(path)
     weights = folder / f"{dtype.name}.safetensors"
     if not weights.is_file():
         file = GGUFFile(path)
-        try:
-            if not folder.is_dir():
-                _store_description(file, folder)
+        with keeping(path, folder):
+            store_description(file, folder)
             _store_weights(file, from_hf(read_json(folder / "config.json")), dtype, weights)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot keep the converted weights of {path.name} in {folder}: {error}; "
-                "set EAGLEJAX_CACHE to a folder with enough space"
-            ) from error
     config = from_hf(read_json(folder / "config.json"), context=context)
     return config, _map_params(weights, param_table(config, dtype)), load_tokenizer(folder)
 
 
-def _store_description(file: GGUFFile, folder: Path) -> None:
-    """Write configuration and tokenizer; the folder appears complete or not at all."""
+def converted_folder(path: Path) -> Path:
+    """Where what a GGUF file was converted to is kept; it need not exist."""
+    return cache_dir() / "converted" / fingerprint(path)
+
+
+@contextlib.contextmanager
+def keeping(path: Path, folder: Path) -> Iterator[None]:
+    """Says what to do when the converted form of ``path`` cannot be written to ``folder``."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot keep the converted weights of {path.name} in {folder}: {error}; "
+            "set EAGLEJAX_CACHE to a folder with enough space"
+        ) from error
+
+
+def store_description(file: GGUFFile, folder: Path) -> None:
+    """Write configuration and tokenizer, unless they are there; the folder appears complete or not at all."""
+    if folder.is_dir():
+        return
     config, tokenizer = config_from_metadata(file), tokenizer_from_metadata(file.metadata, file.path)
     if tokenizer.vocab_size > config["vocab_size"]:
         raise CheckpointError(

@@ -174,13 +174,18 @@ class GGUFFile:
         """Row-major shape of a tensor."""
         return self.tensors[name].shape
 
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of the tensor seen as [product of leading dimensions, last dimension], f32."""
+    def raw(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of the tensor seen as [product of leading dimensions, last dimension], as the
+        bytes of their blocks: uint8 [rows, bytes a row]."""
         tensor = self.tensors[name]
         block, size = gguf.GGML_QUANT_SIZES[tensor.kind]
         width = tensor.shape[-1] // block * size
         raw = np.frombuffer(self._data, np.uint8, (stop - start) * width, tensor.start + start * width)
-        return gguf.dequantize(raw.reshape(stop - start, width), tensor.kind)
+        return raw.reshape(stop - start, width)
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of the tensor seen as [product of leading dimensions, last dimension], f32."""
+        return gguf.dequantize(self.raw(name, start, stop), self.tensors[name].kind)
 
 
 def _decodable(path: Path, name: str, raw_kind: int) -> gguf.GGMLQuantizationType:
