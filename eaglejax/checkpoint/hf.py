@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -75,7 +75,7 @@ IGNORABLE_OF: dict[str, tuple[str, ...]] = {
 """The other towers of checkpoints whose language model is read."""
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-_HEADS = ("language_model.lm_head.weight", "lm_head.weight")
+_HEADS = ("language_model.lm_head.", "lm_head.")
 
 
 PLAIN_DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -95,7 +95,7 @@ class NormalizedStore:
         self._files = files
         self._stored: dict[str, str] = {}
         for name in files.names():
-            plain = _plain_name(name)
+            plain = plain_name(name)
             if plain in self._stored:
                 raise CheckpointError(f"{where} holds {plain} twice: as {self._stored[plain]!r} and {name!r}")
             self._stored[plain] = name
@@ -105,6 +105,12 @@ class NormalizedStore:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files.shape(self._stored[name])
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._files.dtype(self._stored[name])
+
+    def array(self, name: str) -> np.ndarray:
+        return self._files.array(self._stored[name])
 
     def check_dtypes(self, names: Iterable[str]) -> None:
         """Refuse tensors that hold no plain floating-point weights."""
@@ -120,26 +126,37 @@ class NormalizedStore:
         return self._files.rows(self._stored[name], start, stop)
 
 
-def _plain_name(name: str) -> str:
-    if name in _HEADS:
-        return "lm_head.weight"
+def plain_name(name: str) -> str:
+    """A tensor's name as ``*ForCausalLM`` has it."""
+    for prefix in _HEADS:
+        if name.startswith(prefix):
+            return "lm_head." + name.removeprefix(prefix)
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
     return "model." + name if name.startswith(("layers.", "embed_tokens.", "norm.", "rotary_emb.")) else name
 
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+STEM = "model"
+"""What the names of weight files begin with."""
 
 
-def open_weights(folder: Path) -> SafetensorsFile:
+def index_name(stem: str) -> str:
+    """Name of the index of shards."""
+    return f"{stem}.safetensors.index.json"
+
+
+INDEX = index_name(STEM)
+
+
+def open_weights(folder: Path, stem: str = STEM) -> SafetensorsFile:
     """The weights of a folder: those its index names, else its one safetensors file.
 
-    Raises ``CheckpointError`` naming what is missing: a shard, a tensor that the index promises, or all
-    weights.
+    ``stem``: what their names begin with. Raises ``CheckpointError`` naming what is missing: a shard, a
+    tensor that the index promises, or all weights.
     """
-    index_path = folder / INDEX
+    index, single = index_name(stem), f"{stem}.safetensors"
+    index_path = folder / index
     if index_path.is_file():
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
@@ -148,45 +165,74 @@ def open_weights(folder: Path) -> SafetensorsFile:
         absent = [shard for shard in shards if not (folder / shard).is_file()]
         if absent:
             raise CheckpointError(
-                f"{folder} lacks {', '.join(absent)}: {INDEX} names {len(shards)} shards; copy or download "
+                f"{folder} lacks {', '.join(absent)}: {index} names {len(shards)} shards; copy or download "
                 "the rest"
             )
         files = SafetensorsFile([folder / shard for shard in shards])
         present = set(files.names())
         for name, shard in weight_map.items():
             if name not in present:
-                raise CheckpointError(f"{folder / shard} lacks tensor {name!r}, which {INDEX} places there")
+                raise CheckpointError(f"{folder / shard} lacks tensor {name!r}, which {index} places there")
             if files.where(name).name != shard:
                 raise CheckpointError(
-                    f"{INDEX} places {name!r} in {shard}, but it is in {files.where(name).name}"
+                    f"{index} places {name!r} in {shard}, but it is in {files.where(name).name}"
                 )
         return files
-    if (folder / SINGLE).is_file():
-        return SafetensorsFile([folder / SINGLE])
+    if (folder / single).is_file():
+        return SafetensorsFile([folder / single])
     found = sorted(folder.glob("*.safetensors"))
     if len(found) == 1:
         return SafetensorsFile(found)
     if found:
         raise CheckpointError(
-            f"{folder} holds {len(found)} safetensors files but no {INDEX}; the index says which belong "
+            f"{folder} holds {len(found)} safetensors files but no {index}; the index says which belong "
             "together"
         )
     other = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
     hint = f"; it holds {', '.join(other[:3])}, convert them or name a .gguf file itself" if other else ""
-    raise CheckpointError(f"{folder} holds no safetensors weights ({SINGLE} or {INDEX}){hint}")
+    raise CheckpointError(f"{folder} holds no safetensors weights ({single} or {index}){hint}")
+
+
+QuantizedForm = Literal["eaglejax", "modelslim", "compressed-tensors"]
+"""Layouts of quantised weights that are read."""
+
+DESCRIPTION = "quant_model_description.json"
+"""The file that marks the modelslim layout."""
+
+MARKER = "eaglejax"
+"""Key of config.json that marks our own layout."""
+
+
+def quantized_form(folder: Path) -> QuantizedForm | None:
+    """The layout of a folder's quantised weights, None for plain ones.
+
+    Raises ``CheckpointError`` for a layout that is not read.
+    """
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    given = config.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, Mapping) else None
+    )
+    if MARKER in config:
+        return "eaglejax"
+    if (folder / DESCRIPTION).is_file():
+        return "modelslim"
+    if not given:
+        return None
+    method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
+    if method == "compressed-tensors":
+        return "compressed-tensors"
+    raise CheckpointError(
+        f"{folder} holds weights quantised by {method!r}, which are not read; use the unquantised "
+        "checkpoint, a GGUF, or a folder in the form of modelslim or compressed-tensors"
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a folder. Raises ``CheckpointError`` when it is missing, damaged or of quantised
-    weights."""
-    config = read_json(folder / "config.json")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"{folder} holds weights quantised by {method!r}, which are not read; use the unquantised "
-            "checkpoint or a GGUF"
-        )
-    return config
+    """``config.json`` of a folder. Raises ``CheckpointError`` when it is missing, damaged or of weights in a
+    quantised layout that is not read."""
+    quantized_form(folder)
+    return read_json(folder / "config.json")
 
 
 def settle_tying(config: ModelConfig, store: TensorStore, where: str) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -230,9 +276,12 @@ def _same(store: TensorStore, a: str, b: str, step: int = 4096) -> bool:
 def load_folder(folder: Path, dtype: Any, *, context: int | None = None) -> tuple[ModelConfig, Any]:
     """(config, params) of a Hugging Face folder, every weight converted to ``dtype`` on its way.
 
-    ``context`` is the length that length-dependent rotary kinds are evaluated for. Raises ``CheckpointError``
-    or ``ConfigError``.
+    ``context`` is the length that length-dependent rotary kinds are evaluated for. Quantised folders are read
+    by ``quant_read.load_quantized``. Raises ``CheckpointError`` or ``ConfigError``.
     """
+    form = quantized_form(folder)
+    if form is not None:
+        raise CheckpointError(f"{folder} holds quantised weights ({form}); load_target reads them")
     config = from_hf(read_config(folder), context=context)
     store = NormalizedStore(open_weights(folder), str(folder))
     config, ignorable = settle_tying(config, store, str(folder))

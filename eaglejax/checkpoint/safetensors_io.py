@@ -193,7 +193,7 @@ def write_safetensors(
             file.write(len(text).to_bytes(8, "little"))
             file.write(text)
             for name in order:
-                array = np.ascontiguousarray(arrays[name].make())
+                array = np.asarray(arrays[name].make(), order="C")
                 if array.shape != arrays[name].shape or array.dtype != arrays[name].dtype:
                     raise ValueError(f"{name}: announced {arrays[name]}, made {array.shape} {array.dtype}")
                 # As bytes: numpy's own writer does not know the dtypes of ml_dtypes.

@@ -104,8 +104,8 @@ def plan(
     present = set(store.names())
     assignments, missing = [], []
     for leaf, info in leaf_paths(table).items():
-        candidates = list(_candidates(leaf, info, rules))
-        found = [c for c in candidates if present.issuperset(c.names)]
+        possible = list(candidates(leaf, info, rules))
+        found = [c for c in possible if present.issuperset(c.names)]
         if len(found) > 1:
             raise CheckpointError(
                 f"{where} holds {leaf} twice: as {_some([n for c in found for n in c.names])}; keep one of "
@@ -114,7 +114,7 @@ def plan(
         if found:
             assignments.append(found[0])
         else:
-            lists = [[n for n in c.names if n not in present] for c in candidates]
+            lists = [[n for n in c.names if n not in present] for c in possible]
             shortest = sorted(lists, key=lambda names: len(names))[:1]
             missing += shortest[0] if shortest else [f"(no name is known for {leaf})"]
     if missing:
@@ -140,7 +140,8 @@ def plan(
     return assignments
 
 
-def _candidates(leaf: str, info: pytree.ArrayInfo, rules: Sequence[Rule]) -> Iterator[Assignment]:
+def candidates(leaf: str, info: pytree.ArrayInfo, rules: Sequence[Rule]) -> Iterator[Assignment]:
+    """Every way in which the rules can make a leaf; whether a file holds the tensors is not asked."""
     for rule in rules:
         match = re.fullmatch(re.escape(rule.leaf).replace(r"\{l\}", r"(?P<l>\d+)"), leaf)
         if match:

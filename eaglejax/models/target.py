@@ -12,6 +12,7 @@ import numpy as np
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import init_params
+from eaglejax.nn.cache import CacheScales
 
 if TYPE_CHECKING:
     from eaglejax.checkpoint.sources import Source
@@ -30,7 +31,9 @@ class Target:
     output together, in tokens. ``eos_ids``: ids that end a text. ``tokenizer`` and ``source`` are None for
     random weights. ``basis``: id of the rotation that the residual stream is in, None for the basis the model
     was trained in; ``rotation``: that rotation with its matrix, where it is at hand. ``quantization``: name
-    of the scheme its weights are packed with, None for plain arrays.
+    of the scheme its weights are packed with, None for plain arrays. ``cache_format``: form of keys and
+    values that its files ask for (``nn.kv_format``), None where they leave it open; ``cache_scales``: what an
+    int8-static cache of this target needs.
     """
 
     config: ModelConfig
@@ -43,6 +46,8 @@ class Target:
     basis: str | None = None
     rotation: Basis | None = None
     quantization: str | None = None
+    cache_format: str | None = None
+    cache_scales: CacheScales | None = None
 
     @property
     def name(self) -> str:

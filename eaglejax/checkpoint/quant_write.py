@@ -1,0 +1,284 @@
+"""Writing a quantised target to a folder that loads by itself: weights, config, rotation and tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eaglejax.checkpoint import quant_compressed, quant_modelslim, quant_own
+from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.gguf import config_from_metadata
+from eaglejax.checkpoint.gguf_reader import GGUFFile
+from eaglejax.checkpoint.hf import DESCRIPTION, MARKER, RULES, STEM, QuantizedForm, index_name
+from eaglejax.checkpoint.quant_parts import Part, kind_of, pending, to_part
+from eaglejax.checkpoint.safetensors_io import Pending, write_safetensors
+from eaglejax.checkpoint.tables import Assignment, candidates, leaf_paths
+from eaglejax.errors import ConfigError
+from eaglejax.models.decoder import param_table
+from eaglejax.models.target import Target
+from eaglejax.quant.array import QuantArray
+from eaglejax.quant.basis import write_basis
+
+SHARD_BYTES = 4 << 30
+"""A file of weights is closed before it grows beyond this."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def write_quantized(
+    target: Target,
+    out: Path,
+    *,
+    form: QuantizedForm = "eaglejax",
+    config: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Write ``target`` to the folder ``out``, which appears complete or not at all.
+
+    ``form``: the layout, see ``hf.QuantizedForm``. ``config``: its config.json (None: that of the target's
+    source). ``overwrite``: replace a folder that is there. Raises ConfigError for what the form has no place
+    for and for a folder that holds something.
+    """
+    check_form(target, form)
+    raw = dict(source_config(target) if config is None else config)
+    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty; name a new folder, or overwrite it (--overwrite)")
+    with _fresh_folder(out) as folder:
+        _write_tokenizer(target, folder)
+        if target.rotation is not None:
+            write_basis(folder, target.rotation)
+        writers = {"eaglejax": _own, "modelslim": _modelslim, "compressed-tensors": _compressed}
+        raw |= {
+            "tie_word_embeddings": target.config.tie_embeddings,
+            "torch_dtype": target.dtype.name,
+            **writers[form](target, folder, shard_bytes),
+        }
+        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def check_form(target: Target, form: QuantizedForm) -> None:
+    """Refuse a target that a layout cannot hold; raises ConfigError with what it has no place for."""
+    if form == "eaglejax":
+        return
+    leaves = quant_own.packed_leaves(target.params)
+    arrays = [value for value in leaves.values() if isinstance(value, QuantArray)]
+    wrapped = [path for path, v in leaves.items() if quant_own.is_packed(v) and not isinstance(v, QuantArray)]
+    config = target.config
+    problems = [
+        (bool(wrapped), "rotations that run with the model (R4)"),
+        (config.qk_rotation, "rotations of queries and keys (R3)"),
+        (config.post_rotation, "the rotation behind closing norms"),
+        (any(a.smooth is not None for a in arrays), "factors that smooth a layer's input as it runs"),
+        (not arrays, "a target without quantised weights"),
+        (
+            target.cache_format not in ((None, "int8-static") if form == "modelslim" else (None,)),
+            f"a cache format ({target.cache_format})",
+        ),
+        (
+            form == "modelslim" and len({a.rows // a.groups for a in arrays if a.groups > 1}) > 1,
+            "groups of several sizes",
+        ),
+    ]
+    wrong = [text for has, text in problems if has]
+    if wrong:
+        raise ConfigError(
+            f"the {form} form has no place for {', '.join(wrong)}; use --format eaglejax, which holds all"
+        )
+    for array in arrays:
+        kind = kind_of(array)
+        if form == "modelslim":
+            quant_modelslim.label_of(kind)
+        elif kind.activation == "static" and kind.group:
+            raise ConfigError(f"the {form} form has no static activations with groups of weights")
+
+
+def source_config(target: Target) -> dict[str, Any]:
+    """What config.json of a target's source says, without what concerns its quantisation.
+
+    Raises ConfigError for a target that comes from no file.
+    """
+    if target.source is None:
+        raise ConfigError(f"{target.name} comes from no file; give its config.json as a dict")
+    if target.source.kind == "gguf":
+        return config_from_metadata(GGUFFile(target.source.path))
+    raw = read_json(target.source.path / "config.json")
+    return {k: v for k, v in raw.items() if k not in ("quantization_config", "torch_dtype", "dtype", MARKER)}
+
+
+@contextlib.contextmanager
+def _fresh_folder(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that takes its place when the body has run through."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        folder = temporary / "new"
+        folder.mkdir()
+        yield folder
+        if out.exists():
+            os.replace(out, temporary / "old")
+        os.replace(folder, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_tokenizer(target: Target, folder: Path) -> None:
+    if target.source is not None and target.source.kind == "folder":
+        for name in TOKENIZER_FILES:
+            path = target.source.path / name
+            if path.is_file():
+                shutil.copyfile(path, folder / name)
+    elif target.tokenizer is not None:
+        target.tokenizer.save(folder)
+
+
+def _assigned(target: Target) -> Iterator[tuple[Assignment, Any]]:
+    """Every leaf with the names that its tensors have in a Hugging Face folder."""
+    table = leaf_paths(param_table(target.config, target.dtype))
+    for path, value in quant_own.packed_leaves(target.params).items():
+        yield next(candidates(path, table[path], RULES[target.config.family])), value
+
+
+def _parts(
+    assignment: Assignment, value: QuantArray
+) -> Iterator[tuple[str, tuple[int, int], Callable[[], Part]]]:
+    """(module, [O, I] shape, how to make it) of each matrix of a leaf."""
+    shape = (value.values.shape[-1], value.rows)
+    for number, name in enumerate(assignment.names):
+        load = functools.partial(to_part, value, number if assignment.stacked else None)
+        yield name.removesuffix(".weight"), shape, load
+
+
+def _plain(assignment: Assignment, value: Any) -> Iterator[tuple[str, Pending]]:
+    """Tensors of a leaf that is not quantised, as files lay them out."""
+    transposed = assignment.layout.transposed
+
+    def make(number: int) -> np.ndarray:
+        array = np.asarray(value[number] if assignment.stacked else value)
+        return array.T if transposed else array
+
+    shape = tuple(value.shape[1:] if assignment.stacked else value.shape)
+    for number, name in enumerate(assignment.names):
+        stored = shape[::-1] if transposed else shape
+        yield name, Pending(stored, np.dtype(value.dtype), functools.partial(make, number))
+
+
+def _own(target: Target, folder: Path, limit: int) -> dict[str, Any]:
+    arrays: dict[str, Pending] = {}
+    for path, value in quant_own.packed_leaves(target.params).items():
+        arrays |= dict(quant_own.arrays_of(path, value))
+    arrays |= quant_own.cache_arrays(target.cache_scales)
+    files = write_shards(folder, STEM, arrays, limit)
+    marker = quant_own.marker_of(
+        target.params,
+        target.config,
+        dtype=target.dtype.name,
+        quantization=target.quantization,
+        basis=target.basis,
+        cache=target.cache_format,
+        files={name: quant_own.file_hash(folder / name) for name in files},
+    )
+    return {MARKER: marker}
+
+
+def _modelslim(target: Target, folder: Path, limit: int) -> dict[str, Any]:
+    arrays: dict[str, Pending] = {}
+    types: dict[str, str] = {}
+    leaves = list(_assigned(target))
+    values = {name: value for assignment, value in leaves for name in assignment.names}
+    group, symmetric = 0, []
+    for assignment, value in leaves:
+        if not isinstance(value, QuantArray):
+            tensors = dict(_plain(assignment, value))
+            types |= dict.fromkeys(tensors, quant_modelslim.FLOAT)
+            arrays |= tensors
+            continue
+        kind = kind_of(value)
+        group = kind.group or group
+        for module, shape, load in _parts(assignment, value):
+            symmetric += [module] if kind.activation == "static" and not kind.asymmetric else []
+            bias = values.get(f"{module}.bias")
+            make = None if bias is None else functools.partial(np.asarray, bias, np.float32)
+            tensors = quant_modelslim.encode(module, kind, shape, load, make, target.dtype)
+            types |= dict.fromkeys(tensors, quant_modelslim.label_of(kind))
+            arrays |= tensors
+    if target.cache_scales is not None:
+        for name, array in quant_modelslim.cache_tensors(target.cache_scales).items():
+            types[name], arrays[name] = quant_modelslim.KV_TYPES[0], pending(array)
+    write_shards(folder, quant_modelslim.STEM, arrays, limit)
+    description = quant_modelslim.describe(
+        types,
+        group,
+        symmetric=symmetric,
+        rotated=target.basis is not None,
+        exported=target.rotation is not None,
+        kv=target.cache_scales is not None,
+    )
+    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    return {}
+
+
+def _compressed(target: Target, folder: Path, limit: int) -> dict[str, Any]:
+    arrays: dict[str, Pending] = {}
+    kinds, plain = {}, []
+    for assignment, value in _assigned(target):
+        if not isinstance(value, QuantArray):
+            arrays |= dict(_plain(assignment, value))
+            if assignment.layout.transposed:
+                plain += [name.removesuffix(".weight") for name in assignment.names]
+            continue
+        if not assignment.layout.transposed:
+            raise ConfigError("the compressed-tensors form has no quantised embedding; exclude 'embed'")
+        for module, shape, load in _parts(assignment, value):
+            kinds[module] = kind_of(value)
+            arrays |= quant_compressed.encode(module, kinds[module], shape, load)
+    if target.config.tie_embeddings:
+        plain.append("lm_head")
+    write_shards(folder, STEM, arrays, limit)
+    return {"quantization_config": quant_compressed.config_of(kinds, plain)}
+
+
+def write_shards(folder: Path, stem: str, arrays: Mapping[str, Pending], limit: int) -> list[str]:
+    """Write arrays as ``stem-00001-of-0000N.safetensors`` of at most ``limit`` bytes each, with their index.
+
+    An array larger than ``limit`` gets a file of its own. Returns the files' names.
+    """
+    shards: list[dict[str, Pending]] = [{}]
+    size = total = 0
+    for name, array in arrays.items():
+        nbytes = math.prod(array.shape) * array.dtype.itemsize
+        if shards[-1] and size + nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = array
+        size, total = size + nbytes, total + nbytes
+    names = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(folder / name, shard, {"format": "pt"})
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+    }
+    (folder / index_name(stem)).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return names
