@@ -1,0 +1,295 @@
+"""The target in torch: the same pure forward as ``models.decoder``, over the same tree of weights.
+
+Functions take a :class:`~eaglejax.interop.specs.DecoderSpec`, nested dicts of tensors ([in, out] matrices, or
+packed ones) and an adapter, which does attention and products. ``tap(operation, tensor, layer)`` sees every
+intermediate tensor that ``interop.names`` lists, before anything is computed from it: a tap may write to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from eaglejax.errors import ConfigError
+from eaglejax.interop.adapter import DeviceAdapter
+from eaglejax.interop.layers import (
+    Angles,
+    embed,
+    gated_mlp,
+    hadamard,
+    linear,
+    moe_mlp,
+    rms_norm,
+    rotate,
+    rotation,
+    softcap,
+)
+from eaglejax.interop.specs import DecoderSpec
+from eaglejax.interop.torch_import import torch
+
+Tap = Callable[[str, "torch.Tensor", "int | None"], None]
+
+
+def no_tap(operation: str, tensor: torch.Tensor, layer: int | None = None) -> None:
+    """Records nothing."""
+
+
+@dataclasses.dataclass
+class Cache:
+    """Keys and values, [B, Hkv, S, d] a layer, and ``lengths`` [B] int32: committed tokens; laid out as in
+    ``nn.cache``, but written in place."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    lengths: torch.Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Slots a row (S)."""
+        return self.k[0].shape[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """``hidden`` [B, N, H] after the final norm; ``aux`` [B, N, A, H] or None. Keys and values are in the
+    cache, its lengths unmoved."""
+
+    hidden: torch.Tensor
+    aux: torch.Tensor | None
+
+
+def init_cache(
+    layers: int,
+    batch: int,
+    capacity: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Cache:
+    """An empty cache."""
+    shape = (batch, kv_heads, capacity, head_dim)
+    return Cache(
+        k=[torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)],
+        v=[torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)],
+        lengths=torch.zeros(batch, dtype=torch.int32, device=device),
+    )
+
+
+def commit(cache: Cache, path: torch.Tensor, count: torch.Tensor) -> None:
+    """Keep the first ``count`` [B] nodes of ``path`` [B, D+1] of the tree written last, next to the committed
+    tokens."""
+    for b, (start, kept) in enumerate(zip(cache.lengths.tolist(), count.tolist(), strict=True)):
+        slots = start + path[b, :kept].long()
+        for cached in (*cache.k, *cache.v):
+            cached[b, :, start : start + kept] = cached[b, :, slots]
+    cache.lengths = cache.lengths + count.to(cache.lengths.dtype)
+
+
+def visibility(
+    lengths: torch.Tensor,
+    visible: torch.Tensor,
+    positions: torch.Tensor,
+    slots: int,
+    slot_positions: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """Which of the first ``slots`` cache slots each query sees, [B, N, slots] bool; see ``nn.attention``.
+
+    ``visible`` [B, N, M] and ``slot_positions`` [B, M] are of the M slots behind each row's ``lengths`` [B].
+    """
+    b, n, m = visible.shape
+    at = torch.arange(slots, device=visible.device)
+    keep = (at < lengths[:, None, None]).expand(b, n, slots).clone()
+    where = at.expand(b, slots).clone()
+    for row, start in enumerate(lengths.tolist()):
+        keep[row, :, start : start + m] = visible[row]
+        where[row, start : start + m] = slot_positions[row].long()
+    if window is not None:
+        keep &= positions[:, :, None] - where[:, None, :] < window
+    return keep
+
+
+def write_and_attend(
+    adapter: DeviceAdapter,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: Cache,
+    layer: int,
+    visible: torch.Tensor,
+    positions: torch.Tensor,
+    slot_positions: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    decode: bool,
+) -> torch.Tensor:
+    """Put ``k``, ``v`` [B, N, Hkv, d] of N new tokens into a layer's cache, the last N of the M slots that
+    ``visible`` [B, N, M] is about, and attend with ``q`` [B, N, Hq, d]: [B, N, Hq, d].
+
+    As in ``nn.attention``, a token whose key or value is not finite is stored as zeros and those that see it
+    get NaN, so that it spoils no sibling.
+    """
+    n, m = visible.shape[1:]
+    held_k, held_v = cache.k[layer], cache.v[layer]
+    k, v = k.to(held_k.dtype), v.to(held_v.dtype)
+    sound = (k.isfinite() & v.isfinite()).all(-1).all(-1)
+    k, v = (x.masked_fill(~sound[:, :, None, None], 0).transpose(1, 2) for x in (k, v))
+    ends = (cache.lengths + m).tolist()
+    for row, end in enumerate(ends):
+        held_k[row, :, end - n : end] = k[row]
+        held_v[row, :, end - n : end] = v[row]
+    slots = max(ends)
+    keep = visibility(cache.lengths, visible, positions, slots, slot_positions, window)
+    out, _ = adapter.attention(
+        q, held_k[:, :, :slots], held_v[:, :, :slots], keep, ends, scale=scale, softcap=cap, decode=decode
+    )
+    lost = (visible[:, :, m - n :] & ~sound[:, None]).any(-1)
+    return out.masked_fill(lost[:, :, None, None], torch.nan)
+
+
+def forward(
+    adapter: DeviceAdapter,
+    spec: DecoderSpec,
+    params: dict[str, Any],
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    cache: Cache,
+    visible: torch.Tensor,
+    *,
+    aux: tuple[int, ...] = (),
+    decode: bool = False,
+    tap: Tap = no_tap,
+) -> Forward:
+    """Run N new tokens on top of the committed prefix; arguments as in ``models.decoder.forward``.
+
+    Raises ConfigError where they do not fit the cache and LimitError where the device does not take them.
+    """
+    longest = int(cache.lengths.max()) + tokens.shape[1]
+    if longest > cache.capacity:
+        raise ConfigError(f"{longest} tokens do not fit a cache of {cache.capacity} slots")
+    tap("tokens", tokens, None)
+    tap("positions", positions, None)
+    tap("visible", visible, None)
+    x = embed(params["embed"], tokens)
+    if spec.embed_scale is not None:
+        x = x * torch.tensor(spec.embed_scale, dtype=x.dtype, device=x.device)
+    tap("embedding", x, None)
+    angles = [rotation(positions, rope) for rope in spec.rope_table]
+    boundaries = {0: x}
+    for i, layer in enumerate(params["layers"]):
+        turns = _Turns(angles[spec.ropes[i]], params.get("qk_rotation"), params.get("post_rotation"))
+        x = _block(adapter, spec, layer, i, x, positions, turns, cache, visible, decode, tap)
+        boundaries[i + 1] = x
+    hidden = rms_norm(x, params["norm"], spec.norm_eps, offset=spec.norm_offset)
+    tap("final_norm", hidden, None)
+    wanted = torch.stack([boundaries[i] for i in aux], dim=2) if aux else None
+    if wanted is not None:
+        tap("aux", wanted, None)
+    return Forward(hidden=hidden, aux=wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """What rotates in a layer: RoPE's angles and, in a rotated target, the base of the Hadamard matrix of
+    queries and keys, and the matrix [H, H] behind closing norms."""
+
+    angles: Angles
+    heads: torch.Tensor | None
+    closing: torch.Tensor | None
+
+
+def _block(
+    adapter: DeviceAdapter,
+    spec: DecoderSpec,
+    layer: dict[str, Any],
+    index: int,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    turns: _Turns,
+    cache: Cache,
+    visible: torch.Tensor,
+    decode: bool,
+    tap: Tap,
+) -> torch.Tensor:
+    """One layer of the residual stream ``x`` [B, N, H]."""
+
+    def norm(y: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(y, layer[name], spec.norm_eps, offset=spec.norm_offset)
+
+    def closed(y: torch.Tensor, name: str) -> torch.Tensor:
+        """What a block adds to the residual stream."""
+        if not spec.sandwich_norms:
+            return y
+        y = norm(y, name)
+        if turns.closing is None:
+            return y
+        return linear(adapter, y.to(turns.closing.dtype), turns.closing, dtype=y.dtype)
+
+    def heads(y: torch.Tensor, name: str) -> torch.Tensor:
+        flat = linear(adapter, y, layer[name], layer.get(f"{name}_bias"))
+        return flat.reshape(*y.shape[:2], -1, spec.head_dim)
+
+    y = norm(x, "attn_norm")
+    tap("attn_norm", y, index)
+    q, k, v = heads(y, "q"), heads(y, "k"), heads(y, "v")
+    if spec.qk_norm:
+        q, k = norm(q, "q_norm"), norm(k, "k_norm")
+    q, k = rotate(q, turns.angles), rotate(k, turns.angles)
+    if turns.heads is not None:
+        q, k = hadamard(q, turns.heads), hadamard(k, turns.heads)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        tap(name, tensor, index)
+    mixed = write_and_attend(
+        adapter,
+        q,
+        k,
+        v,
+        cache,
+        index,
+        visible,
+        positions,
+        positions,
+        scale=spec.query_scale,
+        window=spec.windows[index],
+        cap=spec.attention_softcap,
+        decode=decode,
+    )
+    tap("attention", mixed, index)
+    y = linear(adapter, mixed.reshape(*x.shape[:2], -1), layer["o"], layer.get("o_bias"))
+    y = closed(y, "post_attn_norm")
+    tap("attn_out", y, index)
+    x = x + y
+    tap("attn_residual", x, index)
+    y = norm(x, "mlp_norm")
+    tap("mlp_norm", y, index)
+    if spec.moe is not None and spec.sparse[index]:
+        y = moe_mlp(adapter, y, layer, spec.moe, spec.activation)
+    else:
+        y = gated_mlp(adapter, y, layer, spec.activation)
+    y = closed(y, "post_mlp_norm")
+    tap("mlp", y, index)
+    x = x + y
+    tap("residual", x, index)
+    return x
+
+
+def unembed(
+    adapter: DeviceAdapter, spec: DecoderSpec, params: dict[str, Any], hidden: torch.Tensor
+) -> torch.Tensor:
+    """Logits [..., V] f32 of ``hidden`` [..., H] after the final norm, softcap included."""
+    head = params["embed"] if spec.tie_embeddings else params["head"]
+    logits = linear(adapter, hidden, head, transposed=spec.tie_embeddings, dtype=torch.float32)
+    return softcap(logits, spec.final_softcap)
+
+
+def causal(batch: int, count: torch.Tensor, width: int) -> torch.Tensor:
+    """Visibility [B, width, width] of right-padded chunks whose first ``count`` [B] tokens are real; padding
+    sees itself alone."""
+    steps = torch.arange(width, device=count.device)
+    real = steps < count[:, None]
+    eye = torch.eye(width, dtype=torch.bool, device=count.device)
+    return ((steps[None, :] <= steps[:, None]) & real[:, None, :] | eye).expand(batch, width, width)
