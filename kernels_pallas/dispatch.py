@@ -1,43 +1,48 @@
 """Which implementation of an operation runs, and whether a kernel is interpreted."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 
 from kernels_pallas.errors import KernelError, require
 
-Implementation = Literal["auto", "xla", "tpu", "gpu"]
+Implementation = Literal["auto", "xla", "tpu", "gpu", "cpu"]
+# Why an implementation does not take its arguments, or None; a function where finding out takes time.
+Refusal = str | None | Callable[[], str | None]
 # True is the generic Pallas interpreter; `pltpu.InterpretParams` and its GPU twin are the machine simulators.
 Interpret = bool | Any | None
 
 
-def choose(op: str, implementation: str, refusals: Mapping[str, str | None]) -> str:
-    """Pick "xla", "tpu" or "gpu".
+def choose(op: str, implementation: str, refusals: Mapping[str, Refusal]) -> str:
+    """Pick "xla", "tpu", "gpu" or "cpu".
 
     Args:
       op: name of the operation, for messages.
-      implementation: what the caller asked for. "auto" takes the TPU kernel on a TPU when it accepts the
-        arguments and "xla" otherwise; any other name is taken or refused, never replaced.
-      refusals: for each implementation the operation has, None or why it does not take these arguments.
+      implementation: what the caller asked for. "auto" takes the kernel of the default backend, TPU or CPU,
+        when the operation has one that accepts the arguments, and "xla" otherwise; any other name is taken or
+        refused, never replaced.
+      refusals: for each implementation the operation has, whether it takes these arguments.
 
     Raises:
       KernelError: unknown name, or the named implementation refuses; names those that accept.
     """
     if implementation == "auto":
         # The GPU kernels have run in simulation alone, so they are taken by name only.
-        return "tpu" if jax.default_backend() == "tpu" and refusals.get("tpu", "") is None else "xla"
-    accepted = [name for name, refusal in refusals.items() if refusal is None]
+        own = jax.default_backend()
+        return own if own in ("tpu", "cpu") and own in refusals and _ask(refusals[own]) is None else "xla"
+    if implementation in refusals and (refusal := _ask(refusals[implementation])) is None:
+        return implementation
+    accepted = [name for name, refusal in refusals.items() if _ask(refusal) is None]
     if implementation not in refusals:
         raise KernelError(
             f"{op}: no implementation {implementation!r} for this operation; use one of {accepted} or 'auto'"
         )
-    refusal = refusals[implementation]
-    if refusal is not None:
-        raise KernelError(
-            f"{op}: implementation {implementation!r} {refusal}; these arguments run on {accepted}"
-        )
-    return implementation
+    raise KernelError(f"{op}: implementation {implementation!r} {refusal}; these arguments run on {accepted}")
+
+
+def _ask(refusal: Refusal) -> str | None:
+    return refusal() if callable(refusal) else refusal
 
 
 def resolve_interpret(op: str, chosen: str, interpret: Interpret) -> Interpret:
@@ -49,11 +54,11 @@ def resolve_interpret(op: str, chosen: str, interpret: Interpret) -> Interpret:
     Raises:
       KernelError: interpretation was asked for but the chosen implementation is not a kernel.
     """
-    if chosen == "xla":
+    if chosen in ("xla", "cpu"):
         require(
             not interpret,
             op,
-            "interpret applies to the 'tpu' and 'gpu' kernels; implementation 'xla' was chosen",
+            f"interpret applies to the 'tpu' and 'gpu' kernels; implementation {chosen!r} was chosen",
         )
         return False
     return jax.default_backend() != chosen if interpret is None else interpret

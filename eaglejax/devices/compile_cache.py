@@ -6,9 +6,11 @@ import dataclasses
 import os
 import sys
 from collections.abc import MutableMapping
-from pathlib import Path
 
-HOME_VARIABLE = "EAGLEJAX_CACHE"
+from kernels_pallas.native import HOME_VARIABLE, home
+
+__all__ = ["HOME_VARIABLE", "OFF_VARIABLE", "CacheReport", "enable", "home"]
+
 OFF_VARIABLE = "EAGLEJAX_NO_COMPILE_CACHE"
 # A round of a small model is dozens of programs that take tens of milliseconds each; jax's own default of one
 # second would leave all of those to be compiled again.
@@ -21,11 +23,6 @@ class CacheReport:
 
     folder: str | None
     reason: str
-
-
-def home(environ: MutableMapping[str, str]) -> Path:
-    """Where eaglejax keeps what it can make again: ``$EAGLEJAX_CACHE``, else ``~/.cache/eaglejax``."""
-    return Path(environ.get(HOME_VARIABLE) or "~/.cache/eaglejax").expanduser()
 
 
 def enable(environ: MutableMapping[str, str], *, started: bool) -> CacheReport:

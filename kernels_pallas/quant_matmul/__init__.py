@@ -4,12 +4,14 @@ W8A8 and W4A8 multiply integers and accumulate in int32; W8A16 and W4A16 widen t
 output channel, or per group of rows and channel.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.dispatch import Implementation, Interpret, choose, resolve_interpret
 from kernels_pallas.errors import require
-from kernels_pallas.quant_matmul import gpu, tpu
+from kernels_pallas.quant_matmul import cpu, gpu, tpu
 from kernels_pallas.quant_matmul.packing import pack_int4, quantize_per_token, unpack_int4
 from kernels_pallas.quant_matmul.reference import quant_matmul_reference
 
@@ -37,7 +39,8 @@ def quant_matmul(
       w_scale: float [N], or [K / group, N] for groups of consecutive rows.
       x_scale: float [...], one a row of x.
       out_dtype: x's dtype by default, bfloat16 for int8 x.
-      implementation: "xla" everywhere, the "tpu" and "gpu" (Hopper) kernels, or "auto", see `choose`.
+      implementation: "xla" everywhere, the "tpu" and "gpu" (Hopper) kernels, the "cpu" kernel, which a C++
+        compiler makes on first use, or "auto", see `choose`.
       interpret: see `kernels_pallas.dispatch.resolve_interpret`.
 
     Returns:
@@ -58,12 +61,22 @@ def quant_matmul(
         "xla": None,
         "tpu": tpu.refusal(rows, w, groups, packed),
         "gpu": gpu.refusal(rows, w, groups),
+        "cpu": cpu.refusal,
     }
     chosen = choose(_OP, implementation, refusals)
     interpret = resolve_interpret(_OP, chosen, interpret)
     arguments = (rows, row_scale, w, groups)
+    reference = functools.partial(quant_matmul_reference, packed=packed, out_dtype=out_dtype)
     if chosen == "xla":
-        out = quant_matmul_reference(*arguments, packed=packed, out_dtype=out_dtype)
+        out = reference(*arguments)
+    elif chosen == "cpu":
+        kernel = functools.partial(cpu.quant_matmul_cpu, packed=packed, out_dtype=out_dtype)
+        # What "auto" traces here may be compiled for a device that is not.
+        out = (
+            cpu.portable_call(kernel, reference, *arguments)
+            if implementation == "auto"
+            else kernel(*arguments)
+        )
     elif chosen == "gpu":
         out = gpu.quant_matmul_gpu(*arguments, packed=packed, out_dtype=out_dtype, interpret=interpret)
     else:
