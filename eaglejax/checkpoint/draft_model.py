@@ -8,7 +8,7 @@ from typing import Any
 from eaglejax.checkpoint.demo import DEMO_DRAFTS
 from eaglejax.checkpoint.eagle import draft_folder
 from eaglejax.checkpoint.eagle_names import plain_name
-from eaglejax.checkpoint.hf import open_weights
+from eaglejax.checkpoint.hf import DESCRIPTION, open_weights
 from eaglejax.checkpoint.sources import Spec, resolve
 from eaglejax.checkpoint.target import load_target
 from eaglejax.drafts.base import Bound
@@ -44,6 +44,8 @@ def is_eagle(spec: Spec) -> bool:
     if resolve(spec).kind == "gguf":
         return False
     folder = draft_folder(spec)
+    if (folder / DESCRIPTION).is_file():
+        return False  # modelslim's files, whose names differ, hold whole models
     if not any(folder.glob("*.safetensors")):
         # Whole models are read from safetensors alone.
         return True

@@ -63,8 +63,7 @@ def write_quantized(
     """
     check_form(target, form)
     raw = dict(source_config(target) if config is None else config)
-    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not empty; name a new folder, or overwrite it (--overwrite)")
+    check_output(out, overwrite=overwrite)
     with _fresh_folder(out) as folder:
         _write_tokenizer(target, folder)
         if target.rotation is not None:
@@ -76,6 +75,12 @@ def write_quantized(
             **writers[form](target, folder, shard_bytes),
         }
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def check_output(out: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that holds something; raises ConfigError."""
+    if out.exists() and (not out.is_dir() or (not overwrite and any(out.iterdir()))):
+        raise ConfigError(f"{out} exists and is not empty; name a new folder, or overwrite it (--overwrite)")
 
 
 def check_form(target: Target, form: QuantizedForm) -> None:
