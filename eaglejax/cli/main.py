@@ -15,8 +15,10 @@ from eaglejax.cli.doctor import Doctor
 from eaglejax.cli.features import Features
 from eaglejax.cli.generate import Generate
 from eaglejax.cli.inspect import Inspect
+from eaglejax.cli.quantize import Quantize
 from eaglejax.cli.regenerate import Regenerate
 from eaglejax.cli.show import print_error
+from eaglejax.cli.sweep import Sweep
 from eaglejax.cli.train import Train
 from eaglejax.errors import EaglejaxError
 
@@ -26,9 +28,11 @@ Command = (
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Quantize, tyro.conf.subcommand("quantize")]
     | Annotated[Regenerate, tyro.conf.subcommand("regenerate")]
     | Annotated[Features, tyro.conf.subcommand("features")]
     | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 

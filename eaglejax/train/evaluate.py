@@ -87,6 +87,13 @@ def decode(
     """
     own = eagle_model.cast(weights, target.dtype)
     bound = Bound(Eagle(config, tree), bind(config, own, target, ids))
+    return decode_with(target, bound, prompts, tokens=tokens, batch_size=batch_size)
+
+
+def decode_with(
+    target: Target, bound: Bound, prompts: Sequence[Sample], *, tokens: int, batch_size: int = 1
+) -> Stats:
+    """The same with a draft that is bound to its target."""
     requests = [Request(tuple(p.prompt.tolist()), Sampling(), tokens) for p in prompts]
     results = [
         result

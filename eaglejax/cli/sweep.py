@@ -1,0 +1,232 @@
+"""``eaglejax sweep``: a grid of training runs, and a table of what each draft accepts and costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.console
+import rich.table
+import tyro
+
+from eaglejax.cli import profile, show
+from eaglejax.errors import EaglejaxError
+
+if TYPE_CHECKING:
+    from eaglejax.models.target import Target
+    from eaglejax.train.prepare import Data
+    from eaglejax.train.settings import DataSettings
+    from eaglejax.train.sweep import Point
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Train a draft for every combination of some settings' values, and compare what they accept and cost."""
+
+    config: str
+    """A run's TOML file, or one with [base] and [grid], see `docs/training.md`."""
+    overrides: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Settings of all runs that replace those of the file, as `section.key=value`."""
+    grid: tuple[str, ...] = ()
+    """Settings to combine, as `section.key=[value, ...]`, beside those of the file."""
+    plan: bool = False
+    """Say what would run, and stop."""
+    profile: bool = False
+    """Measure too how long a round's draft takes."""
+    json: bool = False
+    """Print one JSON object on stdout at the end, and nothing else there."""
+
+    def run(self) -> int:
+        """The command. Exit status 1 when a run failed or was interrupted; the same command goes on."""
+        from eaglejax.checkpoint.target import load_target
+        from eaglejax.devices import machine
+        from eaglejax.train.features import fingerprint
+        from eaglejax.train.sweep import read_sweep, run_key, write_json
+
+        points = read_sweep(self.config, self.overrides, self.grid)
+        base = points[0].settings
+        with show.status(f"loading {base.target}"):
+            target = load_target(base.target, dtype=base.target_dtype)
+        session = _Session(target, Path(base.out))
+        mark = fingerprint(target)
+        keys = [run_key(point.settings, mark) for point in points]
+        if self.plan:
+            plans = [session.plan(point, key) for point, key in zip(points, keys, strict=True)]
+            return self._show({"runs": plans}, plan_table(plans))
+        runs: list[dict[str, Any]] = []
+        errors: list[dict[str, Any]] = []
+        interrupted = False
+        for number, (point, key) in enumerate(zip(points, keys, strict=True), start=1):
+            show.print_note(f"run {number} of {len(points)}: {point.label()}")
+            try:
+                result = session.result(point, key, timed=self.profile)
+            except EaglejaxError as error:
+                show.print_error(f"{point.label()}: {error}")
+                errors.append({"values": point.values, "error": str(error)})
+                continue
+            if result is None:
+                interrupted = True
+                show.print_note("interrupted; the same command goes on")
+                break
+            runs.append(result)
+        report = {"target": base.target, "runs": runs, "errors": errors, "machine": machine.describe()}
+        if runs:
+            table = result_table(runs)
+            write_json(session.out / "sweep.json", report)
+            (session.out / "sweep.txt").write_text(as_text(table), encoding="utf-8")
+            self._show(report, table)
+        return 1 if errors or interrupted else 0
+
+    def _show(self, report: Mapping[str, Any], table: rich.table.Table) -> int:
+        if self.json:
+            show.print_json(report)
+        else:
+            show.write_text(as_text(table))
+        return 0
+
+
+class _Session:
+    """The runs of one sweep: the target is loaded once, data of the same settings are read once."""
+
+    def __init__(self, target: Target, out: Path) -> None:
+        self.target, self.out = target, out
+        self._data: dict[DataSettings, Data] = {}
+
+    def folder(self, key: str) -> Path:
+        """Where a run lies."""
+        return self.out / "runs" / key
+
+    def data(self, settings: DataSettings) -> Data:
+        """Samples of these settings."""
+        from eaglejax.train.prepare import prepare_data
+
+        if settings not in self._data:
+            with show.status("reading the data"):
+                self._data[settings] = prepare_data(settings, self.target)
+        return self._data[settings]
+
+    def plan(self, point: Point, key: str) -> dict[str, Any]:
+        """What a run would be."""
+        from eaglejax.train.plan import make_plan
+        from eaglejax.train.sweep import read_result
+
+        plan = make_plan(point.settings, self.target, self.data(point.settings.data))
+        done = read_result(self.folder(key)) is not None
+        return {"key": key, "values": point.values, "finished": done, "plan": plan.to_json()}
+
+    def result(self, point: Point, key: str, *, timed: bool) -> dict[str, Any] | None:
+        """Train and measure one point, or read what an earlier call found; None when it was interrupted."""
+        from eaglejax.checkpoint.eagle import load_draft
+        from eaglejax.checkpoint.eagle_read import read_draft
+        from eaglejax.cli.train import progress
+        from eaglejax.drafts.tree import chain
+        from eaglejax.train import evaluate
+        from eaglejax.train.cost import draft_cost
+        from eaglejax.train.prepare import prepare_draft
+        from eaglejax.train.sweep import read_result, write_result
+        from eaglejax.train.trainer import Trainer
+
+        folder = self.folder(key)
+        found = read_result(folder)
+        if found is not None and (not timed or found["propose_ms"] is not None):
+            show.print_note(f"finished before, in {folder}")
+            return found
+        settings = dataclasses.replace(point.settings, out=str(folder))
+        data, run = self.data(settings.data), settings.run
+        if not data.validation:
+            raise EaglejaxError("no sample is held out to compare drafts on; raise data.validation")
+        if found is None:
+            with show.status("setting up the draft"):
+                draft = prepare_draft(settings, self.target, data)
+            with progress(settings) as notify:
+                outcome = Trainer(settings, self.target, data, draft, notify).run()
+            if outcome.interrupted:
+                return None
+        shape = read_draft(folder / "draft").config
+        bound = load_draft(folder / "draft", self.target, tree=chain(run.decode_depth))
+        prompts = data.validation[: run.decode_prompts]
+        if found is None:
+            stats = evaluate.decode_with(self.target, bound, prompts, tokens=run.decode_tokens)
+            found = {
+                "key": key,
+                "values": point.values,
+                "folder": str(folder),
+                "tau": stats.mean_acceptance_length,
+                "per_position_acceptance_rate": stats.per_position_acceptance_rate,
+                "n_alpha": stats.n_alpha,
+                "tokens": stats.num_tokens,
+                "updates": run.updates,
+                **dataclasses.asdict(draft_cost(shape, self.target.dtype)),
+            }
+        found |= {
+            "propose_ms": self._propose_ms(bound, prompts[0].prompt, run.decode_tokens) if timed else None
+        }
+        write_result(folder, found)
+        return found
+
+    def _propose_ms(self, bound: Any, prompt: Any, tokens: int) -> float | None:
+        """Milliseconds that a round's draft takes, its reading of the accepted tokens included."""
+        times = profile.profile(self.target, bound, prompt.tolist(), max_new_tokens=tokens, rounds_a_chunk=16)
+        return None if times is None else times.propose_ms + times.observe_ms
+
+
+def plan_table(plans: Sequence[Mapping[str, Any]]) -> rich.table.Table:
+    """What would run, one row a run."""
+    table = _table("plan", plans, ("trained", "draft MB", "updates", "epochs", "memory GB", ""))
+    for entry in plans:
+        plan = entry["plan"]
+        table.add_row(
+            *_values(entry),
+            f"{plan['trained_parameters'] / 1e6:.2f} M",
+            f"{plan['draft_bytes'] / 1e6:.1f}",
+            str(plan["updates"]),
+            f"{plan['epochs']:.2f}",
+            f"{plan['device_bytes'] / 1e9:.1f}",
+            "finished" if entry["finished"] else "",
+        )
+    return table
+
+
+def result_table(runs: Sequence[Mapping[str, Any]]) -> rich.table.Table:
+    """Tau against what a draft costs, one row a run."""
+    table = _table(
+        "tau against draft cost",
+        runs,
+        ("tau", "accepted at 1, 2, ...", "parameters", "MB", "MFLOP a step", "ms"),
+    )
+    for run in runs:
+        table.add_row(
+            *_values(run),
+            f"{run['tau']:.3f}",
+            show.acceptance(run["per_position_acceptance_rate"]),
+            f"{run['parameters'] / 1e6:.2f} M",
+            f"{run['bytes'] / 1e6:.1f}",
+            f"{run['step_flops'] / 1e6:.1f}",
+            "-" if run["propose_ms"] is None else f"{run['propose_ms']:.2f}",
+        )
+    return table
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]], headings: Sequence[str]) -> rich.table.Table:
+    table = rich.table.Table(title=title, title_justify="left")
+    for name in rows[0]["values"]:
+        table.add_column(name)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _values(row: Mapping[str, Any]) -> list[str]:
+    from eaglejax.train.sweep import short
+
+    return [short(value) for value in row["values"].values()]
+
+
+def as_text(table: rich.table.Table) -> str:
+    """A table as plain text."""
+    console = rich.console.Console(file=io.StringIO(), width=160, color_system=None)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]

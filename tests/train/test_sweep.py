@@ -1,0 +1,132 @@
+"""A sweep's points, what names a run, and what a draft costs; the command itself runs in tests/cli."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from train_tools import EXPERTS, draft_config
+
+from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.errors import ConfigError
+from eaglejax.train.cost import draft_cost
+from eaglejax.train.sweep import read_result, read_sweep, run_key, short, write_result
+
+RUN = """
+out = "runs/s"
+[data]
+train = [{ path = "a.jsonl" }]
+[run]
+decode_prompts = 2
+"""
+SWEEP = """
+[base]
+out = "runs/s"
+[base.data]
+train = [{ path = "a.jsonl" }]
+[base.run]
+decode_prompts = 2
+[grid]
+draft.intermediate_size = [1216, 2432]
+"objective.steps" = [3, 5]
+"""
+
+
+def written(tmp_path, text):
+    path = tmp_path / "s.toml"
+    path.write_text(text)
+    return path
+
+
+def test_every_combination_is_a_run_with_its_values_resolved(tmp_path):
+    points = read_sweep(written(tmp_path, SWEEP), ["run.updates=70"])
+    assert [tuple(p.values.values()) for p in points] == [(1216, 3), (1216, 5), (2432, 3), (2432, 5)]
+    for point in points:
+        assert point.settings.draft.intermediate_size == point.values["draft.intermediate_size"]
+        assert point.settings.objective.steps == point.values["objective.steps"]
+        assert point.settings.run.updates == 70
+    assert points[1].label() == "draft.intermediate_size=1216, objective.steps=5"
+
+
+def test_a_plain_run_file_and_the_command_lines_grid_are_the_same(tmp_path):
+    grid = ["draft.intermediate_size=[1216, 2432]", "objective.steps=[3, 5]"]
+    assert read_sweep(written(tmp_path, RUN), grid=grid) == read_sweep(written(tmp_path, SWEEP))
+
+
+def test_data_mixes_are_values_too(tmp_path):
+    grid = ["data.train=[[{path='x/a.jsonl'}], [{path='x/a.jsonl', weight=2}, {path='b.jsonl', weight=0.5}]]"]
+    points = read_sweep(written(tmp_path, RUN), grid=grid)
+    assert [len(p.settings.data.train) for p in points] == [1, 2]
+    assert points[1].label() == "data.train=2 a+0.5 b"
+    assert short([1, 2]) == "[1, 2]"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "grid", "words"),
+    [
+        (RUN, (), (), "grid is empty"),
+        (SWEEP + "[more]\n", (), (), "unknown section 'more'"),
+        ("base = 3\n", (), (), "are sections"),
+        (SWEEP, (), ("objective.steps=[1]",), "on the command line; give it once"),
+        (RUN, (), ("out=['a', 'b']",), "out is one for the whole sweep"),
+        (RUN, (), ("draft.vocab=64",), "must be a list"),
+        (RUN, (), ("draft.vocab=[]",), "must be a list"),
+        (RUN, (), ("draft.vocab=[64, 64]",), "twice"),
+        (RUN, (), ("draft.width=[64]",), r"unknown key draft\.width"),
+        (RUN, (), ("draft.vocab=['many']",), r"draft\.vocab is 'many'"),
+        (RUN, (), ("target.x=[1]",), "target is .* of type str"),
+        (RUN, (), ("objective.steps=[3, 90]",), r"with objective\.steps=90: data\.overlap"),
+        (RUN, ("run.decode_prompts=0",), ("objective.steps=[3]",), "decode_prompts"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, text, overrides, grid, words):
+    with pytest.raises(ConfigError, match=words):
+        read_sweep(written(tmp_path, text), overrides, grid)
+
+
+def test_a_runs_name_follows_settings_data_and_target_but_not_its_folder(tmp_path):
+    data = tmp_path / "a.jsonl"
+    data.write_text("one")
+    (point,) = read_sweep(
+        written(tmp_path, RUN), [f"data.train=[{{path='{data}'}}]"], ["objective.steps=[3]"]
+    )
+    key = run_key(point.settings, "model")
+    assert run_key(dataclasses.replace(point.settings, out="elsewhere"), "model") == key
+    assert run_key(point.settings, "other") != key
+    slower = dataclasses.replace(
+        point.settings, optimizer=dataclasses.replace(point.settings.optimizer, learning_rate=1e-5)
+    )
+    assert run_key(slower, "model") != key
+    data.write_text("two")
+    assert run_key(point.settings, "model") != key
+    data.unlink()
+    with pytest.raises(ConfigError, match=r"a\.jsonl cannot be read"):
+        run_key(point.settings, "model")
+
+
+def test_a_run_is_finished_when_its_result_stands(tmp_path):
+    assert read_result(tmp_path) is None
+    write_result(tmp_path, {"tau": 1.5})
+    assert read_result(tmp_path) == {"tau": 1.5}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, EXPERTS, {"num_layers": 2}, {"own_head": False, "target_rows": True}]
+)
+def test_the_cost_counts_what_a_draft_holds_and_what_a_token_meets(changes):
+    config = draft_config(**changes)
+    weights = init_eagle(config, jax.random.key(0))
+    cost = draft_cost(config, np.float16)
+    assert cost.parameters == sum(w.size for w in jax.tree.leaves(weights))
+    layers = len(weights["layers"])
+    router = 32 * 4 if "num_experts" in changes else 0
+    assert cost.bytes == 2 * cost.parameters + 2 * router * layers
+    # Attention of the first layer reads 2H, later ones H; 24 neurons meet a token, dense or of two experts.
+    attention = sum(wide * (32 + 16 + 16) + 32 * 32 for wide in [64, 32][:layers])
+    assert cost.step_flops == 2 * (attention + layers * 3 * 32 * 24 + router + 32 * 64)
+
+
+def test_an_eagle1_step_meets_fc_and_the_targets_whole_head():
+    config = draft_config(version=1, draft_vocab_size=264, num_aux=0, aux=(), head_norm=False, own_head=False)
+    attention = 32 * (32 + 16 + 16) + 32 * 32
+    assert draft_cost(config, np.float32).step_flops == 2 * (64 * 32 + attention + 3 * 32 * 24 + 32 * 264)
