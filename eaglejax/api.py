@@ -9,8 +9,10 @@ import numpy as np
 
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.base import Bound, Proposer
+from eaglejax.drafts.eagle import Eagle
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
+from eaglejax.quant.detect import check_basis
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import (
     LARGEST_PREFILL,
@@ -94,7 +96,8 @@ def decoder_for(
 ) -> BatchDecoder:
     """What decodes ``requests``, up to ``batch`` rows at once; ``proposer`` None is plain decoding.
 
-    Raises ConfigError for predictions that the proposer does not use.
+    Raises ConfigError for predictions that the proposer does not use, and MismatchError for an EAGLE draft in
+    another basis than the target's.
     """
     proposer = Autoregressive() if proposer is None else proposer
     bound = proposer if isinstance(proposer, Bound) else Bound(proposer)
@@ -103,6 +106,8 @@ def decoder_for(
             f"proposer is {bound.proposer!r}; give an object such as NGram(length=7), what load_draft "
             "returned, or None for plain decoding"
         )
+    if isinstance(bound.proposer, Eagle):
+        check_basis(bound.proposer.config, bound.params.weights, target, look=False)
     params, predictions = bound.params, [r.prediction for r in requests]
     prepare = getattr(bound.proposer, "prepare", None)
     if prepare is not None:

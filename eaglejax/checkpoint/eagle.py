@@ -22,6 +22,9 @@ from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import EagleParams, Weights, param_table
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models.target import Target, weight_dtype
+from eaglejax.quant.align import align_params, aligned
+from eaglejax.quant.basis import basis_of
+from eaglejax.quant.detect import check_basis
 
 
 def draft_folder(spec: str | os.PathLike[str]) -> Path:
@@ -118,17 +121,29 @@ def load_draft(
     method: Literal["auto", "eagle1", "eagle3"] = "auto",
     aux_convention: AuxConvention = "auto",
     aux: tuple[int, ...] | None = None,
+    align: bool = False,
     **options: Any,
 ) -> Bound:
     """An EAGLE draft ready for ``generate(..., proposer=...)``.
 
     ``spec``: a folder or a Hub id, in any published form (see ``docs/eagle.md``). ``dtype``: of its weights
-    (None: the target's). ``aux_convention``, ``aux``: see ``read_draft``. ``options``: settings of ``Eagle``
-    (tree, sample, temperature, min_confidence, cache_dtype). Raises CheckpointError for a file that is not
-    understood, MismatchError for a draft of another target, ConfigError for options that cannot be.
+    (None: the target's). ``aux_convention``, ``aux``: see ``read_draft``. ``align``: the draft was made for
+    the original of this rotated target; map what it reads (see ``docs/rotation.md``). ``options``: settings
+    of ``Eagle`` (tree, sample, temperature, min_confidence, cache_dtype). Raises CheckpointError for a file
+    that is not understood, MismatchError for a draft of another target or in another basis than it,
+    ConfigError for options that cannot be.
     """
     file = read_draft(draft_folder(spec), aux_convention=aux_convention, aux=aux, method=method)
     config = file.config.fit(target.config)
-    proposer = Eagle(config, **options)
     weights = read_weights(file, target.dtype if dtype is None else weight_dtype(dtype))
-    return Bound(proposer, bind(config, weights, target, file.ids))
+    if not align:
+        check_basis(config, weights, target, draft=os.fspath(spec))
+        return Bound(Eagle(config, **options), bind(config, weights, target, file.ids))
+    basis = basis_of(target)
+    if basis is None:
+        raise ConfigError(
+            f"align is asked for, but {target.name} "
+            + ("comes without the matrix of its rotation" if target.basis else "is not rotated")
+        )
+    params = align_params(bind(config, weights, target, file.ids), config, basis)
+    return Bound(Eagle(aligned(config, basis), **options), params)

@@ -118,8 +118,7 @@ def read_basis(path: Path) -> Basis:
 def find_basis(folder: Path) -> Path | None:
     """The file with the basis of the target in ``folder``: where its description says, else the usual place.
 
-    Raises CheckpointError when the description says that the model is rotated, or names a file, and there is
-    none: a rotated target without its matrix looks like an unrotated one.
+    Raises CheckpointError when the description names a file that is not there.
     """
     description: Mapping[str, Any] = read_json(folder / DESCRIPTION, default={})
     optional = description.get("optional")
@@ -133,14 +132,7 @@ def find_basis(folder: Path) -> Path | None:
             )
         return path
     path = folder / FILE
-    if path.is_file():
-        return path
-    if description.get("is_rot_used"):
-        raise CheckpointError(
-            f"{folder} is rotated (is_rot_used) but its rotation was not exported; no draft can be aligned "
-            "without; recover it with `eaglejax align --method procrustes --original-target T0`"
-        )
-    return None
+    return path if path.is_file() else None
 
 
 def basis_of(target: Target) -> Basis | None:

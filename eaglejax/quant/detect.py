@@ -1,0 +1,149 @@
+"""Is a draft in the basis of its target? By ids where both have one, else by geometry.
+
+A rotation moves every row of the embedding and no angle between two: E' = E Q has other rows than E and the
+same Gram matrix, E' E'^T = E E^T. A draft that ships the original embedding therefore betrays a target that
+was rotated without a word. Without this a rotated target drives acceptance to nothing and no error says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.errors import MismatchError
+from eaglejax.models.target import Target
+from eaglejax.nn.linear import PackedWeight, embedding
+from eaglejax.quant.basis import Basis, basis_of
+
+ROWS = 384
+"""Embedding rows that are compared."""
+SAME_ROWS, OTHER_ROWS = 0.2, 0.5
+"""Relative difference of the rows below which they are the same (quantised ones differ by less), and above
+which they are others; two unrelated tables differ by about 1.4."""
+SAME_GRAM = 0.1
+"""Relative difference of the Gram matrices below which the angles are the same; unrelated tables differ by
+about 1.4."""
+
+Relation = Literal["same", "rotated", "different"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """Two embeddings compared on the same rows.
+
+    ``rows``: how many. ``row_difference``: ||A - B|| / ||B||. ``gram_difference``: the same for the Gram
+    matrices without their diagonals (row lengths, which most tables share, prove nothing). ``relation``: what
+    follows.
+    """
+
+    rows: int
+    row_difference: float
+    gram_difference: float
+    relation: Relation
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} embedding rows differ by {self.row_difference:.1%}, the angles between them by "
+            f"{self.gram_difference:.1%}"
+        )
+
+
+def compare_tables(draft: Any, target: Any) -> Tables | None:
+    """How the embeddings [V, H] of a draft and of a target relate; None for other shapes, which cannot be
+    compared. Tables that differ by a factor alone count as the same."""
+    if draft.shape != target.shape:
+        return None
+    vocab = draft.shape[0]
+    # The angles between a few hundred rows are proof enough; more would cost time alone.
+    ids = np.unique(np.linspace(0, vocab - 1, min(vocab, ROWS)).astype(np.int32))
+    a, b = (table_rows(table, ids) for table in (draft, target))
+    size_a, size_b = np.linalg.norm(a), np.linalg.norm(b)
+    if not (np.isfinite(size_a) and np.isfinite(size_b)) or min(size_a, size_b) == 0:
+        return None
+    a, b = a / size_a, b / size_b
+    rows = float(np.linalg.norm(a - b))
+    gram_a, gram_b = a @ a.T, b @ b.T
+    off = ~np.eye(len(ids), dtype=bool)
+    angles = float(np.linalg.norm(gram_b[off]))
+    gram = float(np.linalg.norm((gram_a - gram_b)[off])) / max(angles, 1e-30)
+    relation: Relation = "different"
+    if rows < SAME_ROWS:
+        relation = "same"
+    elif rows > OTHER_ROWS and gram < SAME_GRAM:
+        relation = "rotated"
+    return Tables(len(ids), rows, gram, relation)
+
+
+def table_rows(table: Any, ids: np.ndarray) -> np.ndarray:
+    """Rows ``ids`` of an embedding, quantised or not, f64."""
+    picked = embedding(table, jnp.asarray(ids)) if isinstance(table, PackedWeight) else table[ids]
+    return np.asarray(picked).astype(np.float64)
+
+
+def fits_any_folding(config: EagleConfig, basis: Basis | None) -> bool:
+    """Whether folding the norms, without a turn, changes nothing for a draft: it reads boundaries, which lie
+    before any norm, and has a head of its own."""
+    return basis is not None and basis.identity and config.version == 3 and config.own_head
+
+
+def check_basis(
+    config: EagleConfig, weights: Any, target: Target, *, draft: str = "the draft", look: bool = True
+) -> None:
+    """Refuse a draft whose basis is not the target's. Raises MismatchError with the command that mends it.
+
+    Ids decide where both have one. A target without (its tool exported none) is compared by the draft's own
+    embedding ``weights["embed"]``, which an aligned draft ships in the original basis; ``look`` False leaves
+    out that comparison where neither has an id.
+    """
+    if config.basis is None and target.basis is None:
+        found = _compare(weights, target) if look else None
+        if found is not None and found.relation == "rotated":
+            raise MismatchError(
+                f"{target.name} seems to be rotated without saying so, and {draft} to be made for the "
+                f"original: {found}. {_mend(draft, target, basis_of(target))}"
+            )
+        return
+    if config.basis == target.basis:
+        return
+    basis = basis_of(target)
+    if config.basis is None:
+        if fits_any_folding(config, basis):
+            return
+        raise MismatchError(
+            f"{target.name} is rotated (basis {target.basis}) and {draft} was made for the original model: "
+            "it would read every feature in the wrong basis and guess almost nothing. "
+            + _mend(draft, target, basis)
+        )
+    if basis is not None:
+        raise MismatchError(
+            f"{draft} was aligned to basis {config.basis}, {target.name} is in basis {basis.id}; align the "
+            "original draft to this target"
+        )
+    found = _compare(weights, target)
+    if found is None or found.relation != "rotated":
+        raise MismatchError(
+            f"{draft} was aligned to the rotated basis {config.basis}, but {target.name} "
+            + ("does not say that it is rotated" if found is None else f"is not that rotated model: {found}")
+            + "; use the original draft, or align it to this target"
+        )
+
+
+def _compare(weights: Any, target: Target) -> Tables | None:
+    """Of the draft's own embedding with the target's; None where it ships none."""
+    return compare_tables(weights["embed"], target.params["embed"]) if "embed" in weights else None
+
+
+def _mend(draft: str, target: Target, basis: Basis | None) -> str:
+    """The command that aligns ``draft`` to ``target``."""
+    name = "DRAFT" if draft == "the draft" else draft
+    command = f"eaglejax align --draft {name} --target {target.name} --out {name.rstrip('/')}-aligned"
+    if basis is not None:
+        return f"Align it with `{command}`, or when it is loaded with load_draft(..., align=True)"
+    return (
+        "Its rotation was not exported; recover it from the original model T0 and align with "
+        f"`{command} --method procrustes --original-target T0`"
+    )
