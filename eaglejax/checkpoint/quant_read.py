@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from eaglejax.checkpoint.hf import (
     IGNORABLE,
     IGNORABLE_OF,
     RULES,
+    STEM,
     NormalizedStore,
     QuantizedForm,
     open_weights,
@@ -26,9 +25,9 @@ from eaglejax.checkpoint.hf import (
     quantized_form,
     settle_tying,
 )
-from eaglejax.checkpoint.quant_parts import Encoded, Kind, QuantizedStore, from_parts, require
+from eaglejax.checkpoint.quant_parts import Encoded, QuantizedStore, from_parts, require
+from eaglejax.checkpoint.safetensors_io import SafetensorsFile
 from eaglejax.checkpoint.tables import Assignment, candidates, leaf_paths, materialize, plan, unflatten
-from eaglejax.errors import CheckpointError
 from eaglejax.models.config import ModelConfig, from_hf
 from eaglejax.models.decoder import param_table
 from eaglejax.nn.cache import CacheScales
@@ -70,8 +69,7 @@ def load_quantized(folder: Path, dtype: Any, *, context: int | None = None) -> Q
     if form == "eaglejax":
         return _own(folder, raw, config, dtype)
     where = str(folder)
-    stem = quant_modelslim.STEM if form == "modelslim" else "model"
-    store = NormalizedStore(open_weights(folder, stem), where)
+    store = NormalizedStore(open_quantized(folder, form), where)
     ignorable = (*IGNORABLE, *IGNORABLE_OF.get(config.family, ()))
     scales = None
     hidden: tuple[str, ...] = ()
@@ -100,6 +98,11 @@ def load_quantized(folder: Path, dtype: Any, *, context: int | None = None) -> Q
         cache_format=None if scales is None else "int8-static",
         cache_scales=scales,
     )
+
+
+def open_quantized(folder: Path, form: QuantizedForm | None) -> SafetensorsFile:
+    """The weights of a folder in a layout."""
+    return open_weights(folder, quant_modelslim.STEM if form == "modelslim" else STEM)
 
 
 def read_description(folder: Path) -> modelslim_read.Description:
@@ -204,72 +207,3 @@ def _rotation(path: Path, config: ModelConfig) -> Basis:
         f"{path} holds a rotation of {basis.size} dimensions, the model has {config.hidden_size}",
     )
     return basis
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    """What a quantised folder says of itself, without reading its weights; for ``inspect``.
-
-    ``form``, ``schemes`` (matrices by scheme), ``plain`` (matrices left as they are), ``basis``, ``rotation``
-    (file), ``cache`` (form of keys and values, see ``KVFormat``), ``bytes`` (of all weight files). Raises as
-    ``load_quantized`` does for what can be seen without the values.
-    """
-    form: QuantizedForm | None = quantized_form(folder)
-    raw = read_json(folder / "config.json")
-    config = from_hf(raw)
-    matrices = matrices_of(config)
-    basis = cache = None
-    exported = form == "eaglejax" and (folder / quant_modelslim.ROTATION).is_file()
-    if form == "eaglejax":
-        marker = raw["eaglejax"]
-        require(
-            isinstance(marker, Mapping) and isinstance(marker.get("weights"), Mapping),
-            f"{folder / 'config.json'}: the entry eaglejax is truncated",
-        )
-        files = open_weights(folder)
-        kinds = [k for path, spec in marker["weights"].items() for k in _kinds_of_spec(path, spec, files)]
-        basis, cache = marker.get("basis"), marker.get("cache")
-    else:
-        files = open_weights(folder, quant_modelslim.STEM if form == "modelslim" else "model")
-        store = NormalizedStore(files, str(folder))
-        if form == "modelslim":
-            description = read_description(folder)
-            ignorable = (*IGNORABLE, *IGNORABLE_OF.get(config.family, ()))
-            modelslim_read.check_complete(description, store, ignorable)
-            encoded = modelslim_read.find(description, store)
-            cache = "int8-static" if description.cache_names else None
-            basis = UNKNOWN_ROTATION if description.rotated else None
-            exported = description.rotation_file is not None
-        else:
-            encoded = quant_compressed.find(read_scheme(folder, raw), store, matrices)
-        kinds = [e.kind for e in encoded.values()]
-    path = find_basis(folder) if basis is None or exported else None
-    schemes: dict[str, int] = {}
-    for kind in kinds:
-        schemes[label([kind])] = schemes.get(label([kind]), 0) + 1
-    return {
-        "form": form,
-        "family": config.family,
-        "schemes": schemes,
-        "matrices": len(matrices) - (config.tie_embeddings and "lm_head.weight" not in files.names()),
-        "basis": read_basis(path).id if path else basis,
-        "rotation": None if path is None else str(path.relative_to(folder)),
-        "cache": cache,
-        "bytes": sum(file.stat().st_size for file in files.paths),
-    }
-
-
-def _kinds_of_spec(path: str, spec: Any, files: Any) -> list[Kind]:
-    """The kind of each matrix of a packed weight of our own layout, by its description and shapes."""
-    while isinstance(spec, Mapping) and spec.get("type") == "hadamard":
-        path, spec = f"{path}.inner", spec.get("inner")
-    if not isinstance(spec, Mapping):
-        return []
-    try:
-        values, scale = files.shape(f"{path}.values"), files.shape(f"{path}.scale")
-        rows = values[-2] * (2 if spec["bits"] == 4 else 1)
-        group = rows // scale[-2] if len(scale) == len(values) else None
-        return [Kind(spec["bits"], spec["activation"], group)] * math.prod(values[:-2])
-    except (KeyError, IndexError, ZeroDivisionError) as error:
-        raise CheckpointError(
-            f"{path} is described as {json.dumps(spec)}, which its shards do not bear out"
-        ) from error

@@ -96,6 +96,10 @@ def check_form(target: Target, form: QuantizedForm) -> None:
         (config.qk_rotation, "rotations of queries and keys (R3)"),
         (config.post_rotation, "the rotation behind closing norms"),
         (any(a.smooth is not None for a in arrays), "factors that smooth a layer's input as it runs"),
+        (
+            form == "compressed-tensors" and target.basis is not None and target.rotation is None,
+            "a rotation whose matrix is not known",
+        ),
         (not arrays, "a target without quantised weights"),
         (
             target.cache_format not in ((None, "int8-static") if form == "modelslim" else (None,)),

@@ -1,32 +1,36 @@
-"""``eaglejax inspect``: what an EAGLE checkpoint was understood to be, and which target it fits."""
+"""``eaglejax inspect``: what an EAGLE checkpoint was understood to be, and which target it fits; or how a
+target's folder is quantised."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax.numpy as jnp
 import rich.table
 import tyro
 
+from eaglejax.checkpoint.draft_model import is_eagle
 from eaglejax.checkpoint.eagle import draft_folder, draft_plan
 from eaglejax.checkpoint.eagle_read import AuxConvention, DraftFile, read_draft
 from eaglejax.checkpoint.gguf import config_from_metadata
 from eaglejax.checkpoint.gguf_reader import GGUFFile
-from eaglejax.checkpoint.hf import read_config
+from eaglejax.checkpoint.hf import quantized_form, read_config
+from eaglejax.checkpoint.quant_summary import summary
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.cli import show
-from eaglejax.errors import EaglejaxError
+from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.models.config import ModelConfig, from_hf
 
 
 @dataclasses.dataclass(frozen=True)
 class Inspect:
     """Say what a draft checkpoint is: method, shapes, flags, vocabulary map, feature layers, what it
-    borrows."""
+    borrows. Of a quantised target: layout, schemes, basis, cache."""
 
     draft: Annotated[str, tyro.conf.Positional]
-    """Folder or Hub id of the draft."""
+    """Folder or Hub id of the draft, or of a quantised target."""
     target: str | None = None
     """Check the fit with this target (its configuration alone is read)."""
     aux_convention: AuxConvention = "auto"
@@ -39,6 +43,8 @@ class Inspect:
 
     def run(self) -> int:
         """The command. Exit status 1 when a target is named and the draft does not fit it."""
+        if not is_eagle(self.draft) and quantized_form(draft_folder(self.draft)) is not None:
+            return self._quantized(draft_folder(self.draft))
         file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention, aux=self.aux)
         draft_plan(file, jnp.float32)
         report = describe(file, None if self.target is None else target_config(self.target))
@@ -47,6 +53,16 @@ class Inspect:
         else:
             _print(report)
         return 0 if report["target"] is None or report["target"]["fits"] else 1
+
+    def _quantized(self, folder: Path) -> int:
+        if self.target is not None or self.aux is not None:
+            raise ConfigError(f"{folder} holds a quantised target; --target and --aux are for drafts")
+        report = {"path": str(folder), **summary(folder)}
+        if self.json:
+            show.print_json(report)
+        else:
+            _print_quantized(report)
+        return 0
 
 
 def target_config(spec: str) -> ModelConfig:
@@ -100,6 +116,23 @@ def _mlp(config: dict[str, Any]) -> str:
         f"{config['num_experts']} experts of {config['moe_intermediate_size']}, "
         f"{config['experts_per_token']} a token"
     )
+
+
+def _print_quantized(report: dict[str, Any]) -> None:
+    table = rich.table.Table(show_header=False, title=report["path"], title_justify="left")
+    table.add_row(
+        "quantised", f"{report['family']} in the {report['form']} form, {report['bytes'] / 1e6:.1f} MB"
+    )
+    for scheme, count in report["schemes"].items():
+        where = [f"{kind} ({n[scheme]})" for kind, n in report["kinds"].items() if scheme in n]
+        table.add_row(scheme, f"{count} matrices: {', '.join(where)}")
+    plain = [f"{kind} ({count})" for kind, count in report["plain"].items()]
+    table.add_row("as they were", ", ".join(plain) or "none")
+    table.add_row("keys, values", report["cache"] or "as asked for when it runs")
+    table.add_row("basis", report["basis"] or "the original one: not rotated")
+    if report["basis"]:
+        table.add_row("rotation", report["rotation"] or "NOT exported: no draft can be aligned to it without")
+    show.stderr().print(table)
 
 
 def _print(report: dict[str, Any]) -> None:

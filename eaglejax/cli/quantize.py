@@ -84,8 +84,8 @@ class Quantize:
     asymmetric: bool = False
     """Static activations get an offset as well."""
     format: QuantizedForm = "eaglejax"
-    """Layout of the folder: eaglejax holds everything; modelslim and compressed-tensors are read elsewhere too.
-    """
+    """Layout of the folder: eaglejax holds everything, modelslim and compressed-tensors are known
+    elsewhere."""
     dtype: str | None = None
     """bfloat16, float32 or float16, of what is not quantised. Default: bfloat16."""
     overwrite: bool = False

@@ -1,0 +1,132 @@
+"""What a quantised folder says of itself, told without reading its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from eaglejax.checkpoint import quant_compressed
+from eaglejax.checkpoint import quant_modelslim_read as modelslim_read
+from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.hf import IGNORABLE, IGNORABLE_OF, MARKER, RULES, NormalizedStore, quantized_form
+from eaglejax.checkpoint.quant_parts import Kind, require
+from eaglejax.checkpoint.quant_read import (
+    UNKNOWN_ROTATION,
+    label,
+    matrices_of,
+    open_quantized,
+    read_description,
+    read_scheme,
+)
+from eaglejax.checkpoint.safetensors_io import SafetensorsFile
+from eaglejax.checkpoint.tables import candidates, leaf_paths
+from eaglejax.errors import CheckpointError
+from eaglejax.models.config import ModelConfig, from_hf
+from eaglejax.models.decoder import param_table
+from eaglejax.quant.basis import find_basis, read_basis
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The object that ``inspect --json`` prints of a folder that ``hf.quantized_form`` recognises.
+
+    ``form``; ``family``; ``schemes``: matrices by scheme, experts counted one by one; ``kinds``: schemes by
+    kind of weight (``layers.*.gate``), with their matrices; ``plain``: likewise, matrices left as they are;
+    ``basis`` and ``rotation`` (the file with its matrix); ``cache``: form of keys and values; ``bytes`` of
+    all weight files. Raises as ``load_quantized`` does for what shows without the values.
+    """
+    form, raw = quantized_form(folder), read_json(folder / "config.json")
+    config, files = from_hf(raw), open_quantized(folder, form)
+    basis = cache = None
+    exported = True
+    if form == "eaglejax":
+        marker = raw[MARKER]
+        require(
+            isinstance(marker, Mapping) and isinstance(marker.get("weights"), Mapping),
+            f"{folder / 'config.json'}: the entry {MARKER} is truncated",
+        )
+        leaves = dict(_own(config, marker["weights"], files))
+        basis, cache = marker.get("basis"), marker.get("cache")
+    else:
+        store = NormalizedStore(files, str(folder))
+        if form == "modelslim":
+            description = read_description(folder)
+            modelslim_read.check_complete(
+                description, store, (*IGNORABLE, *IGNORABLE_OF.get(config.family, ()))
+            )
+            encoded = modelslim_read.find(description, store)
+            cache = "int8-static" if description.cache_names else None
+            basis = UNKNOWN_ROTATION if description.rotated else None
+            exported = not description.rotated or description.rotation_file is not None
+        else:
+            encoded = quant_compressed.find(read_scheme(folder, raw), store, matrices_of(config))
+        kinds = {f"{module}.weight": e.kind for module, e in encoded.items()}
+        leaves = dict(_foreign(config, kinds, store))
+    path = find_basis(folder) if exported else None
+    schemes: Counter[str] = Counter()
+    by_kind: dict[str, Counter[str]] = {}
+    plain: Counter[str] = Counter()
+    for leaf, found in leaves.items():
+        name = re.sub(r"\.\d+\.", ".*.", leaf)
+        for kind in found:
+            if kind is None:
+                plain[name] += 1
+                continue
+            schemes[label([kind])] += 1
+            by_kind.setdefault(name, Counter())[label([kind])] += 1
+    return {
+        "form": form,
+        "family": config.family,
+        "schemes": dict(schemes),
+        "kinds": {name: dict(counts) for name, counts in by_kind.items()},
+        "plain": dict(plain),
+        "basis": read_basis(path).id if path else basis,
+        "rotation": None if path is None else os.path.relpath(path.resolve(), folder.resolve()),
+        "cache": cache,
+        "bytes": sum(file.stat().st_size for file in files.paths),
+    }
+
+
+def _foreign(
+    config: ModelConfig, kinds: Mapping[str, Kind], store: NormalizedStore
+) -> Iterator[tuple[str, list[Kind | None]]]:
+    """(path, kind of each of its matrices or None) of every leaf that multiplies, and of the embedding."""
+    names = {*store.names(), *kinds}
+    tied = config.tie_embeddings and "lm_head.weight" not in names
+    for leaf, info in leaf_paths(param_table(dataclasses.replace(config, tie_embeddings=tied))).items():
+        if len(info.shape) > 1:
+            possible = [a.names for a in candidates(leaf, info, RULES[config.family])]
+            found = next((n for n in possible if names.issuperset(n)), ())
+            yield leaf, [kinds.get(name) for name in found]
+
+
+def _own(
+    config: ModelConfig, weights: Mapping[str, Any], files: SafetensorsFile
+) -> Iterator[tuple[str, list[Kind | None]]]:
+    for leaf, info in leaf_paths(param_table(config)).items():
+        if len(info.shape) > 1:
+            kinds = _kinds_of_spec(leaf, weights.get(leaf), files)
+            yield leaf, kinds or [None] * math.prod(info.shape[:-2])
+
+
+def _kinds_of_spec(path: str, spec: Any, files: SafetensorsFile) -> list[Kind | None]:
+    """The kind of each matrix of a packed weight of our own layout, by its description and shapes."""
+    while isinstance(spec, Mapping) and spec.get("type") == "hadamard":
+        path, spec = f"{path}.inner", spec.get("inner")
+    if not isinstance(spec, Mapping):
+        return []
+    try:
+        values, scale = files.shape(f"{path}.values"), files.shape(f"{path}.scale")
+        rows = values[-2] * (2 if spec["bits"] == 4 else 1)
+        group = rows // scale[-2] if len(scale) == len(values) else None
+        return [Kind(spec["bits"], spec["activation"], group)] * math.prod(values[:-2])
+    except (KeyError, IndexError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"{path} is described as {json.dumps(spec)}, which its shards do not bear out"
+        ) from error
