@@ -174,7 +174,7 @@ class QuantArray:
                 f"a quantised weight of {self.rows} input rows multiplies floats [..., {self.rows}], not "
                 f"{x.dtype} {x.shape}"
             )
-        return x if self.smooth is None else (x / self.smooth).astype(x.dtype)
+        return x if self.smooth is None else (x * (1 / self.smooth)).astype(x.dtype)
 
     def _quantize(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """(what multiplies the integers, its scale [...] a row, None for floats)."""
@@ -184,7 +184,8 @@ class QuantArray:
             return _kernels().quantize_per_token(x)
         if self.input_scale is None:
             raise ConfigError("static activations need input_scale; calibrate, or use a dynamic scheme")
-        steps = x.astype(jnp.float32) / self.input_scale
+        # A product, as a division may become one or not with the shape of x, and change the last bit.
+        steps = x.astype(jnp.float32) * (1 / self.input_scale)
         if self.input_offset is None:
             steps = jnp.clip(jnp.round(steps), -127, 127)
         else:
