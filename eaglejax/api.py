@@ -12,6 +12,7 @@ from eaglejax.drafts.base import Bound, Proposer
 from eaglejax.drafts.eagle import Eagle
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
+from eaglejax.nn.cache import CacheScales
 from eaglejax.quant.detect import check_basis
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import (
@@ -137,6 +138,7 @@ def generate(
     rounds_a_chunk: int = ROUNDS_A_CHUNK,
     prefill_width: int = LARGEST_PREFILL,
     cache_dtype: Any = None,
+    cache_scales: CacheScales | None = None,
 ) -> Any:
     """Decode prompts; the output's law is the target's whatever the proposer.
 
@@ -147,14 +149,17 @@ def generate(
     ``batch_size``: rows decoded together. ``verification``: "token", or "block" for chains (Sun et al.,
     2025). ``on_error``: "raise", or "return" a Generation whose ``error`` says why, so that one bad prompt
     does not cost the others. ``rounds_a_chunk``: rounds between looks at the host (stop strings, streaming).
-    ``cache_dtype``: of keys and values (None: the target's). Raises ConfigError for options that cannot be
-    and RequestError for a prompt that cannot be served.
+    ``cache_dtype``: format of the target's keys and values, by name or dtype: "int8", "fp8", "turbo4", ...
+    (see ``KVFormat``; None: the target's dtype); "int8-static" needs ``cache_scales``. Raises ConfigError for
+    options that cannot be and RequestError for a prompt that cannot be served.
     """
     if on_error not in ("raise", "return"):
         raise ConfigError(f"on_error is {on_error!r}; it is 'raise' or 'return'")
     if not _is_token(batch_size) or batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
-    options = DecodeOptions(verification, logprobs, ignore_eos, rounds_a_chunk, prefill_width, cache_dtype)
+    options = DecodeOptions(
+        verification, logprobs, ignore_eos, rounds_a_chunk, prefill_width, cache_dtype, cache_scales
+    )
     single = _is_single(prompts)
     items: list[Any] = [prompts] if single else list(prompts)  # type: ignore[arg-type]
     results: list[Generation | None] = [None] * len(items)
@@ -232,12 +237,15 @@ def stream(
     rounds_a_chunk: int = 4,
     prefill_width: int = LARGEST_PREFILL,
     cache_dtype: Any = None,
+    cache_scales: CacheScales | None = None,
 ) -> Iterator[Piece | Generation]:
     """Decode one prompt: Pieces as their text settles, then the Generation, whose text is the pieces' joined.
 
     Options as in :func:`generate`, and the same errors.
     """
-    options = DecodeOptions(verification, logprobs, ignore_eos, rounds_a_chunk, prefill_width, cache_dtype)
+    options = DecodeOptions(
+        verification, logprobs, ignore_eos, rounds_a_chunk, prefill_width, cache_dtype, cache_scales
+    )
     (request,) = _requests(
         target,
         [prompt],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from eaglejax.devices import memory
 from eaglejax.devices.chips import GIB, Chip
 from eaglejax.errors import ConfigError
+from eaglejax.nn.kv_format import kv_format
 
 if TYPE_CHECKING:
     from eaglejax.models.config import ModelConfig
@@ -225,9 +226,10 @@ def _override(adapter: Adapter, values: Mapping[str, Any]) -> Adapter:
         kinds = known[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise ConfigError(f"adapter override {key} is {value!r}; it must be of type {kinds[-1].__name__}")
-    for key in ("weight_dtype", "cache_dtype"):
-        if key in values:
-            memory.dtype_bytes(values[key])
+    if "weight_dtype" in values:
+        memory.dtype_bytes(values["weight_dtype"])
+    if "cache_dtype" in values:
+        kv_format(values["cache_dtype"])
     if values.get("matmul_precision", "default") not in PRECISIONS:
         raise ConfigError(
             f"matmul_precision is {values['matmul_precision']!r}; use one of {', '.join(PRECISIONS)}"

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from eaglejax.errors import ConfigError
+from eaglejax.nn.kv_format import SCALE_BYTES, KVFormat, kv_format
 
 if TYPE_CHECKING:
     from eaglejax.models.config import ModelConfig
@@ -21,7 +22,6 @@ BYTES = {
 }
 """Bytes of one element by dtype."""
 
-SCALE_BYTES = 4
 F32 = 4
 
 
@@ -53,17 +53,26 @@ def parameter_count(config: ModelConfig) -> int:
     return total
 
 
-def cache_bytes_per_token(config: ModelConfig, dtype: str, *, lanes: int = 1) -> int:
-    """Bytes of keys and values that one token takes in all layers, with a scale a head for int8.
+def cache_bytes_per_token(config: ModelConfig, dtype: str | KVFormat, *, lanes: int = 1) -> int:
+    """Bytes of keys and values that one token takes in all layers, its scales included.
 
-    ``lanes``: to what multiple a device pads the head dimension where it computes. Between programs the
-    cache is kept without padding, so that heads of another size are held twice, once so and once padded.
+    ``dtype``: a cache format, see ``KVFormat``. ``lanes``: to what multiple a device pads the last dimension
+    where it computes. Between programs the cache is kept without padding, so that widths that do not divide
+    are held twice, once so and once padded.
     """
-    width = config.head_dim
+    format = kv_format(dtype)
+    vector = format.vector_bytes(config.head_dim)
+    width = format.width(config.head_dim)
     if width % lanes:
-        width += -(-width // lanes) * lanes
-    element = width * dtype_bytes(dtype) + (SCALE_BYTES if dtype == "int8" else 0)
-    return int(2 * config.num_layers * config.num_kv_heads * element)
+        vector += -(-width // lanes) * lanes * format.element_bytes
+    return 2 * config.num_layers * config.num_kv_heads * vector
+
+
+def cache_scale_bytes(config: ModelConfig, dtype: str | KVFormat) -> int:
+    """Bytes of the calibrated scales that a cache holds once, whatever its rows and slots."""
+    if not kv_format(dtype).static:
+        return 0
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * SCALE_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +115,7 @@ def footprint(
     available: int,
     *,
     weight_dtype: str,
-    cache_dtype: str,
+    cache_dtype: str | KVFormat,
     nodes: int = 1,
     prefill: int = 512,
     scores: bool = True,
@@ -116,17 +125,23 @@ def footprint(
 ) -> Footprint:
     """What decoding with trees of ``nodes`` nodes and prompt chunks of ``prefill`` tokens takes.
 
-    ``scores``: attention holds its scores of the whole cache in memory, as XLA does; a kernel's are those
-    among the new tokens alone. ``shards``: devices that weights, heads and the vocabulary are split over;
-    key/value heads that do not divide are held whole. ``extra``: bytes of a draft's weights, held whole.
+    ``cache_dtype``: format of the cache, see ``KVFormat``. ``scores``: attention holds its scores of the
+    whole cache in memory, as XLA does; a kernel's are those among the new tokens alone. A kernel does not
+    read the packed codes of codebooks, for which XLA is counted in any case. ``shards``: devices that
+    weights, heads and the vocabulary are split over; key/value heads that do not divide are held whole.
+    ``extra``: bytes of a draft's weights, held whole.
     ``lanes``: see ``cache_bytes_per_token``.
     The working set is that of the wider of the two forwards, a verify or a prompt chunk: activations of one
-    layer, three copies of the logits that are sampled from, and the scores of one layer, with their weights.
+    layer, three copies of the logits that are sampled from, and the scores of one layer, with their weights
+    and, where XLA reads a narrow cache, one layer's keys and values in the weights' dtype.
     """
+    format = kv_format(cache_dtype)
+    scores = scores or not format.kernel
     split_kv = shards if config.num_kv_heads % shards == 0 else 1
     element = dtype_bytes(weight_dtype)
     weights = -(-int(parameter_count(config) * element) // shards) + extra
-    per_token = -(-cache_bytes_per_token(config, cache_dtype, lanes=lanes) // split_kv)
+    weights += cache_scale_bytes(config, format)
+    per_token = -(-cache_bytes_per_token(config, format, lanes=lanes) // split_kv)
     tokens = max(nodes, prefill)
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     wide = config.intermediate_size
@@ -134,8 +149,10 @@ def footprint(
         wide = max(wide, config.moe.top_k * config.moe.intermediate_size)
     activations = tokens * F32 * (3 * config.hidden_size + (2 * q + 2 * kv + 2 * wide) // shards)
     logits = 3 * F32 * nodes * config.vocab_size // shards
-    # A float32 score, its weight in the cache's dtype and its mask, for every query and head.
-    per_slot = int(tokens * config.num_heads * (F32 + dtype_bytes(cache_dtype) + 1) / shards)
+    # A float32 score, its weight in the dtype it meets the values in and its mask, for every query and head.
+    met = format.element_bytes if format.plain else element
+    per_slot = int(tokens * config.num_heads * (F32 + met + 1) / shards)
     if scores:
-        return Footprint(available, weights, per_token + per_slot, activations + logits)
+        expanded = 0 if format.plain else -(-int(2 * kv * element) // split_kv)
+        return Footprint(available, weights, per_token + per_slot + expanded, activations + logits)
     return Footprint(available, weights, per_token, activations + logits + tokens * per_slot)

@@ -19,6 +19,7 @@ from eaglejax.drafts.static import OnChain, chain_draft, require_positive
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.cache import KVCache, advance
+from eaglejax.nn.kv_format import KVFormat, uncalibrated_format
 from eaglejax.sampling import RowSampling
 
 
@@ -37,21 +38,26 @@ class DraftModel(OnChain):
     ``vocab_size``: the target's, when it is not the draft's: tables of one tokenizer are padded to different
     sizes. Ids that only one of the two has are never drafted. Sampled rows draw from the draft's law after
     the row's own transform and hand that law on as q; greedy rows take its argmax. A position where the
-    draft's logits are not finite ends its chain. Raises ConfigError for a length below 1.
+    draft's logits are not finite ends its chain. ``cache_dtype``: format of the draft's keys and values, by
+    name (see ``KVFormat``; None: the dtype of its weights). Raises ConfigError for a length below 1.
     """
 
     config: ModelConfig
     length: int = 4
     vocab_size: int | None = None
+    cache_dtype: str | KVFormat | None = None
 
     def __post_init__(self) -> None:
         require_positive("DraftModel", "length", self.length)
         if self.vocab_size is not None:
             require_positive("DraftModel", "vocab_size", self.vocab_size)
+        if self.cache_dtype is not None:
+            uncalibrated_format(self.cache_dtype)
 
     def init(self, params: Any, *, batch: int, capacity: int) -> DraftModelState:
-        """An empty cache in the dtype of the weights."""
-        return DraftModelState(decoder.init_cache(self.config, batch, capacity, params["norm"].dtype))
+        """An empty cache."""
+        format = self.cache_dtype or params["norm"].dtype
+        return DraftModelState(decoder.init_cache(self.config, batch, capacity, format))
 
     def observe(self, params: Any, state: DraftModelState, seen: Observation) -> DraftModelState:
         """Run the small model over a prompt chunk, or keep what it has run over of its own chain."""

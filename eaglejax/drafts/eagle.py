@@ -27,6 +27,7 @@ from eaglejax.drafts.static import static_draft
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError
 from eaglejax.nn.cache import KVCache, advance
+from eaglejax.nn.kv_format import KVFormat, uncalibrated_format
 from eaglejax.sampling import RowSampling
 
 
@@ -49,8 +50,8 @@ class Eagle:
     temperature and filters; ``temperature`` replaces the row's where given (greedy rows take the most likely
     tokens). ``min_confidence``: nodes whose cumulative draft probability is below it are not proposed, and
     levels without any other node cost nothing; sampled nodes are cut by their parent's confidence, since a
-    cut that looks at the drawn token itself would bias the output. ``cache_dtype``: of the draft's keys and
-    values (None: that of its weights).
+    cut that looks at the drawn token itself would bias the output. ``cache_dtype``: format of the draft's
+    keys and values, by name (see ``KVFormat``; None: the dtype of its weights), whatever the target's is.
     """
 
     config: EagleConfig
@@ -58,7 +59,7 @@ class Eagle:
     sample: bool = False
     temperature: float | None = None
     min_confidence: float = 0.0
-    cache_dtype: str | None = None
+    cache_dtype: str | KVFormat | None = None
 
     def __post_init__(self) -> None:
         config, tree = self.config, self.tree
@@ -79,6 +80,8 @@ class Eagle:
             raise ConfigError(f"draft temperature {self.temperature} must be a positive number")
         if not 0 <= self.min_confidence < 1:
             raise ConfigError(f"min_confidence {self.min_confidence} must lie in [0, 1)")
+        if self.cache_dtype is not None:
+            uncalibrated_format(self.cache_dtype)
         if config.version == 3 and not config.aux:
             raise ConfigError("the draft's boundaries are not known yet; use config.fit(target) or name them")
 
@@ -114,7 +117,7 @@ class Eagle:
         dtype = params.weights["fc"].dtype
         return EagleState(
             cache=eagle_model.init_cache(
-                self.config, batch, capacity + self.scratch, jnp.dtype(self.cache_dtype or dtype)
+                self.config, batch, capacity + self.scratch, self.cache_dtype or dtype
             ),
             feature=jnp.zeros((batch, self.config.hidden_size), dtype),
         )

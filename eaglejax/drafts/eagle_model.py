@@ -32,7 +32,7 @@ from eaglejax import pytree
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.features import FeatureAdapter
 from eaglejax.nn import cache as kv
-from eaglejax.nn.attention import attend
+from eaglejax.nn.attention import write_and_attend
 from eaglejax.nn.linear import PackedWeight, embedding, linear
 from eaglejax.nn.mlp import gated_mlp
 from eaglejax.nn.moe import moe_mlp, router_logits
@@ -159,15 +159,15 @@ def cast(weights: Weights, dtype: Any) -> Weights:
     return jax.tree_util.tree_map_with_path(one, weights)
 
 
-def init_cache(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> kv.KVCache:
-    """An empty key/value cache of the draft's own layers."""
+def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> kv.KVCache:
+    """An empty key/value cache of the draft's own layers, in a format that needs no calibration."""
     return kv.init_cache(
         layers=config.num_layers,
         batch=batch,
         capacity=capacity,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=dtype,
+        format=format,
     )
 
 
@@ -293,14 +293,13 @@ def step(
     that earlier steps of this round wrote, then these N. The caller guarantees ``cache.lengths + M <=
     capacity``.
     """
-    written = visible.shape[2] - tokens.shape[1]
     keys, values = list(cache.k), list(cache.v)
 
     def attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        keys[layer] = kv.write(keys[layer], k.transpose(0, 2, 1, 3), cache.lengths + written)
-        values[layer] = kv.write(values[layer], v.transpose(0, 2, 1, 3), cache.lengths + written)
-        return attend(
+        out, keys[layer], values[layer] = write_and_attend(
             q,
+            k,
+            v,
             keys[layer],
             values[layer],
             cache.lengths,
@@ -311,6 +310,7 @@ def step(
             window=config.window(layer),
             implementation=config.attention,
         )
+        return out
 
     state = backbone(params, config, feature, tokens, positions, attention)
     return state, dataclasses.replace(cache, k=tuple(keys), v=tuple(values))

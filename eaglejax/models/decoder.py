@@ -24,7 +24,7 @@ from eaglejax import pytree
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn import cache as kv
-from eaglejax.nn.attention import attend
+from eaglejax.nn.attention import write_and_attend
 from eaglejax.nn.linear import embedding, linear
 from eaglejax.nn.mlp import gated_mlp
 from eaglejax.nn.moe import moe_mlp
@@ -119,15 +119,23 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -
     return pytree.initialize(param_table(config, dtype), key)
 
 
-def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: Any = jnp.float32) -> kv.KVCache:
-    """An empty cache of ``capacity`` slots a row for this model."""
+def init_cache(
+    config: ModelConfig,
+    batch: int,
+    capacity: int,
+    format: Any = "float32",
+    scales: kv.CacheScales | None = None,
+) -> kv.KVCache:
+    """An empty cache of ``capacity`` slots a row for this model; ``format`` and ``scales`` as in
+    ``nn.cache.init_cache``."""
     return kv.init_cache(
         layers=config.num_layers,
         batch=batch,
         capacity=capacity,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=dtype,
+        format=format,
+        scales=scales,
     )
 
 
@@ -211,7 +219,7 @@ def _block(
     cache: kv.KVCache,
     visible: jax.Array,
     post_rotation: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, kv.Stored, kv.Stored]:
     """One layer: (residual stream [B, N, H], its keys, its values)."""
 
     def norm(y: jax.Array, name: str) -> jax.Array:
@@ -250,7 +258,7 @@ def _attention(
     angles: tuple[jax.Array, jax.Array],
     cache: kv.KVCache,
     visible: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, kv.Stored, kv.Stored]:
     b, n, _ = x.shape
 
     def heads(name: str) -> jax.Array:
@@ -266,12 +274,12 @@ def _attention(
         from kernels_pallas.hadamard import hadamard
 
         q, k = hadamard(q), hadamard(k)
-    cached_k = kv.write(cache.k[index], k.transpose(0, 2, 1, 3), cache.lengths)
-    cached_v = kv.write(cache.v[index], v.transpose(0, 2, 1, 3), cache.lengths)
-    out = attend(
+    out, cached_k, cached_v = write_and_attend(
         q,
-        cached_k,
-        cached_v,
+        k,
+        v,
+        cache.k[index],
+        cache.v[index],
         cache.lengths,
         visible,
         positions,

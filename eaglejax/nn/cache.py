@@ -3,6 +3,7 @@
 Slot s of a row holds the keys and values of the token at position s: committed tokens are always contiguous.
 A forward over N new tokens writes slots ``[length, length + N)`` without moving the length; ``advance``
 keeps a prefix of them and ``commit`` keeps one path of a tree. What lies behind the length is never read.
+A token's scales, where the format has them, sit in its slot and move with it.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
+from eaglejax.errors import ConfigError
+from eaglejax.nn import kv_codec
 from eaglejax.nn.gather import take
+from eaglejax.nn.kv_codec import PackedKV, Stored
+from eaglejax.nn.kv_format import kv_format
 
 
 @pytree.dataclass
 class KVCache:
     """Keys and values of every layer.
 
-    ``k``, ``v``: one array a layer, [B, Hkv, S, head_dim]. ``lengths``: [B] int32, committed tokens of each
-    row. The caller guarantees ``lengths + N <= S`` before each forward (see ``generate``'s capacity rule).
+    ``k``, ``v``: one a layer, [B, Hkv, S, head_dim]: arrays, or ``PackedKV`` in a narrow format. ``lengths``:
+    [B] int32, committed tokens of each row. The caller guarantees ``lengths + N <= S`` before each forward
+    (see ``generate``'s capacity rule).
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
+    k: tuple[Stored, ...]
+    v: tuple[Stored, ...]
     lengths: jax.Array
 
     @property
@@ -35,28 +41,76 @@ class KVCache:
         return self.k[0].shape[2]
 
 
+@pytree.dataclass
+class CacheScales:
+    """Calibrated scales of an int8-static cache: ``k``, ``v``, one a layer, [Hkv, head_dim] f32, positive.
+
+    A channel's number x is stored as x / scale, rounded and cut to [-127, 127].
+    """
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+
+
 def init_cache(
-    *, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype: Any = jnp.float32
+    *,
+    layers: int,
+    batch: int,
+    capacity: int,
+    kv_heads: int,
+    head_dim: int,
+    format: Any = "float32",
+    scales: CacheScales | None = None,
 ) -> KVCache:
-    """An empty cache of ``layers`` arrays [batch, kv_heads, capacity, head_dim]."""
+    """An empty cache of ``layers`` times [batch, kv_heads, capacity, head_dim].
+
+    ``format``: see ``kv_format``; int8-static needs ``scales``, and no other takes them. Raises ConfigError.
+    """
+    format = kv_format(format)
+    if format.static != (scales is not None):
+        raise ConfigError(
+            "an int8-static cache needs calibrated scales (quant.kv.calibrate_cache); 'int8' needs none"
+            if format.static
+            else f"calibrated scales are for an int8-static cache, not for {format.name!r}"
+        )
     shape = (batch, kv_heads, capacity, head_dim)
+
+    def sides(channels: tuple[jax.Array, ...] | None) -> tuple[Stored, ...]:
+        if channels is None:
+            return tuple(kv_codec.empty(format, shape, None) for _ in range(layers))
+        if [c.shape for c in channels] != [(kv_heads, head_dim)] * layers:
+            raise ConfigError(
+                f"cache scales must be {layers} arrays of shape {(kv_heads, head_dim)}; they are "
+                f"{[c.shape for c in channels]}"
+            )
+        return tuple(kv_codec.empty(format, shape, c) for c in channels)
+
     return KVCache(
-        k=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-        v=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
+        k=sides(None if scales is None else scales.k),
+        v=sides(None if scales is None else scales.v),
         lengths=jnp.zeros((batch,), jnp.int32),
     )
 
 
-def write(cached: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+def write(cached: Stored, new: jax.Array, lengths: jax.Array) -> Stored:
     """Put ``new`` [B, Hkv, N, d] into ``cached`` [B, Hkv, S, d] at slots ``lengths[b] + (0..N-1)``.
 
     One update a row instead of a batched one: XLA turns a vmapped dynamic_update_slice into a scatter, which
     on CPU walks element by element.
     """
-    new = new.astype(cached.dtype)
-    for b in range(cached.shape[0]):
-        cached = jax.lax.dynamic_update_slice(cached, new[b : b + 1], (b, 0, lengths[b], 0))
-    return cached
+
+    def put(cached: jax.Array, new: jax.Array) -> jax.Array:
+        for b in range(cached.shape[0]):
+            cached = jax.lax.dynamic_update_slice(cached, new[b : b + 1], _slot(cached, b, lengths))
+        return cached
+
+    ready = kv_codec.encode(cached, new) if isinstance(cached, PackedKV) else new.astype(cached.dtype)
+    return kv_codec.each(put, cached, ready)
+
+
+def _slot(cached: jax.Array, row: int, lengths: jax.Array) -> list[int | jax.Array]:
+    """Where slot ``lengths[row]`` of a row begins in ``cached`` [B, Hkv, S, ...]."""
+    return [row, 0, lengths[row], *[0] * (cached.ndim - 3)]
 
 
 def advance(cache: KVCache, count: jax.Array) -> KVCache:
@@ -77,11 +131,11 @@ def commit(cache: KVCache, path: jax.Array, accepted: jax.Array, *, chain: bool 
     def gather(cached: jax.Array) -> jax.Array:
         for b in range(cached.shape[0]):
             kept = take(cached[b], cache.lengths[b] + path[b], axis=1)
-            cached = jax.lax.dynamic_update_slice(cached, kept[None], (b, 0, cache.lengths[b], 0))
+            cached = jax.lax.dynamic_update_slice(cached, kept[None], _slot(cached, b, cache.lengths))
         return cached
 
     return KVCache(
-        k=tuple(gather(k) for k in cache.k),
-        v=tuple(gather(v) for v in cache.v),
+        k=tuple(kv_codec.each(gather, k) for k in cache.k),
+        v=tuple(kv_codec.each(gather, v) for v in cache.v),
         lengths=cache.lengths + accepted + 1,
     )

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from eaglejax import sampling
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
-from eaglejax.models.target import Target, weight_dtype
+from eaglejax.models.target import Target
+from eaglejax.nn.cache import CacheScales
+from eaglejax.nn.kv_format import kv_format
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import metrics, round
 from eaglejax.speculate.stops import TextStream
@@ -45,7 +46,9 @@ class DecodeOptions:
     ``method``: "token" or "block" verification (see ``verify``). ``logprobs``: return log-probabilities.
     ``ignore_eos``: go on to the token limit. ``rounds_a_chunk``: rounds between looks at the host (stop
     strings, streaming). ``prefill_width``: most prompt tokens a forward, rounded up to a power of two.
-    ``cache_dtype``: of keys and values (None: the target's dtype). Raises ConfigError.
+    ``cache_dtype``: format of the target's keys and values, by name or dtype (None: the target's dtype; see
+    ``KVFormat``), and ``cache_scales`` what int8-static needs besides. A narrow format makes another target,
+    so to speak, with a law of its own, which drafts leave alone as they do any other. Raises ConfigError.
     """
 
     method: str = "token"
@@ -54,6 +57,7 @@ class DecodeOptions:
     rounds_a_chunk: int = ROUNDS_A_CHUNK
     prefill_width: int = LARGEST_PREFILL
     cache_dtype: Any = None
+    cache_scales: CacheScales | None = None
 
     def __post_init__(self) -> None:
         if self.method not in ("token", "block"):
@@ -63,7 +67,7 @@ class DecodeOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of 1 or more")
         if self.cache_dtype is not None:
-            weight_dtype(self.cache_dtype)
+            object.__setattr__(self, "cache_dtype", kv_format(self.cache_dtype))
 
 
 @dataclasses.dataclass
@@ -233,7 +237,8 @@ class BatchDecoder:
         self._requests = list(requests)
         self._eos = frozenset() if options.ignore_eos else frozenset(target.eos_ids)
         self._rounds_a_chunk = options.rounds_a_chunk
-        self._cache_dtype = jnp.dtype(options.cache_dtype or target.dtype)
+        self._cache_dtype = kv_format(target.dtype if options.cache_dtype is None else options.cache_dtype)
+        self._cache_scales = options.cache_scales
         self._rows = [_Row(r, target.tokenizer, self._eos, options.logprobs) for r in self._requests]
 
         longest = max(len(r.prompt) for r in self._requests)
@@ -290,6 +295,7 @@ class BatchDecoder:
             budget=jax.device_put(np.asarray(self._budgets, np.int32)),
             eos=jax.device_put(np.asarray(sorted(self._eos), np.int32)),
             cache_dtype=self._cache_dtype,
+            cache_scales=self._cache_scales,
         )
         width, longest = self._width, max(map(len, prompts))
         padded = np.zeros((self._batch, -(-longest // width) * width + 1), np.int32)

@@ -22,7 +22,7 @@ from eaglejax.drafts.base import Observation, Proposer
 from eaglejax.drafts.tree import ancestors
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
-from eaglejax.nn.cache import KVCache, advance, commit
+from eaglejax.nn.cache import CacheScales, KVCache, advance, commit
 from eaglejax.sampling import Purpose, RowSampling
 from eaglejax.speculate.verify import verify
 
@@ -93,12 +93,14 @@ def init_state(
     budget: jax.Array,
     eos: jax.Array,
     cache_dtype: Any,
+    cache_scales: CacheScales | None = None,
 ) -> DecodeState:
-    """An empty state; a row with ``budget`` 0 is done from the start."""
+    """An empty state; a row with ``budget`` 0 is done from the start. ``cache_dtype``, ``cache_scales``:
+    format and scales of the target's cache, see ``nn.cache.init_cache``."""
     batch = budget.shape[0]
     zeros = jnp.zeros((batch,), jnp.int32)
     return DecodeState(
-        cache=decoder.init_cache(program.config, batch, capacity, cache_dtype),
+        cache=decoder.init_cache(program.config, batch, capacity, cache_dtype, cache_scales),
         proposer=program.proposer.init(params.draft, batch=batch, capacity=capacity),
         rows=rows,
         root=zeros,
@@ -139,7 +141,7 @@ def prefill_chunk(
 
     ``tokens``, ``following`` [B, C] int32: the chunk and, for each of its tokens, the next prompt token. A
     row whose prompt ends emits its first token, drawn as in any round. Chunks are right-padded; padding sees
-    itself alone and stays uncommitted.
+    itself alone and stays uncommitted. A row with a prompt token that the target cannot compute ends.
     """
     config, needs = program.config, program.proposer.needs
     lengths = state.cache.lengths
@@ -170,7 +172,9 @@ def prefill_chunk(
         aux=out.aux,
         hidden=out.hidden if needs.hidden else None,
     )
-    finite = jnp.isfinite(logits.max(-1))[:, 0] | (kept == 0)
+    # The cache holds zeros for a token whose keys were not finite, so that no later chunk would notice.
+    computed = (jnp.isfinite(out.hidden).all(-1) | ~real).all(1)
+    finite = computed & (jnp.isfinite(logits.max(-1))[:, 0] | (kept == 0))
     kept = jnp.where(finite, kept, 0)
     record = Record(
         tokens=first[:, None],
@@ -188,7 +192,7 @@ def prefill_chunk(
         rows=sampling.count_tokens(state.rows, first[:, None], kept),
         root=jnp.where(kept > 0, first, state.root),
         emitted=state.emitted + kept,
-        done=jnp.where(last, ended | ~finite, state.done),
+        done=jnp.where(last, ended, state.done) | ~finite,
     )
     return state, record
 

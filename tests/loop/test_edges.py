@@ -145,7 +145,8 @@ def test_a_token_that_the_target_cannot_compute(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"cache_dtype": "int8"}, "int8"),
+        ({"cache_dtype": "int4"}, "int4"),
+        ({"cache_dtype": np.dtype("int8")}, "no scales"),
         ({"cache_dtype": "fancy"}, "fancy"),
         ({"rounds_a_chunk": 2.5}, "rounds_a_chunk is 2.5"),
         ({"rounds_a_chunk": 0}, "rounds_a_chunk is 0"),
