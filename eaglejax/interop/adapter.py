@@ -2,8 +2,8 @@
 
 One protocol, :class:`DeviceAdapter`, whose base class computes everything with ordinary torch operators; a
 vendor's adapter replaces what the vendor has an operator for. The limits of those operators are data
-(:class:`Limits`), and an adapter refuses what its operator would refuse, by name and value
-(:class:`LimitError`), instead of letting a device fail or, worse, return something.
+(``interop.limits``), and an adapter refuses what its operator would refuse, by name and value
+(``LimitError``), instead of letting a device fail or, worse, return something.
 
 ``keep`` masks are True where a query sees a slot, everywhere in eaglejax. How a vendor counts is converted
 in that vendor's adapter alone.
@@ -18,6 +18,7 @@ from typing import Any
 
 from eaglejax.errors import ConfigError
 from eaglejax.interop.arrays import dtype_name, torch_device
+from eaglejax.interop.limits import AttentionLimits, LimitError, Limits
 from eaglejax.interop.torch_import import torch
 
 BACKENDS = {
@@ -29,86 +30,12 @@ BACKENDS = {
 """Module and class of every backend."""
 
 
-class LimitError(ConfigError):
-    """A device's operator does not take something: ``operator``, ``limit`` (its name), ``value`` and what
-    would be right (``allowed``)."""
-
-    def __init__(self, adapter: str, operator: str, limit: str, value: object, allowed: object) -> None:
-        super().__init__(f"{adapter}: {operator} does not take {limit} {value}; it takes {allowed}")
-        self.adapter, self.operator, self.limit = adapter, operator, limit
-        self.value, self.allowed = value, allowed
-
-
 @dataclasses.dataclass(frozen=True)
 class Availability:
     """Whether a backend can run here, and why (not)."""
 
     ok: bool
     reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionLimits:
-    """What one attention operator takes. None: no limit that is published.
-
-    ``dtypes``: of queries, keys and values. ``head_dim``: smallest and largest; ``head_dim_multiple``.
-    ``heads``: most query heads; ``group``: most query heads of a key/value head. ``batch``: most rows.
-    ``decode_queries``: most queries a request when it decodes over a paged cache, whose blocks hold a
-    multiple of ``block_multiple`` slots and at most ``block_max``. ``mask_dtype``, ``mask_shape``,
-    ``masked_is`` (the mask's value at an unseen slot) and ``sparse_mode`` say how visibility is handed over.
-    ``empty_rows``: whether a query may see nothing. ``softcap``: whether scores can be capped.
-    """
-
-    operator: str
-    dtypes: tuple[str, ...]
-    head_dim: tuple[int, int] | None = None
-    head_dim_multiple: int = 1
-    heads: int | None = None
-    group: int | None = None
-    batch: int | None = None
-    decode_queries: int | None = None
-    block_multiple: int | None = None
-    block_max: int | None = None
-    mask_dtype: str = "bool"
-    mask_shape: str = "[B, N, S]"
-    masked_is: bool = False
-    sparse_mode: int | None = None
-    empty_rows: bool = True
-    softcap: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class MergeLimits:
-    """What merges partial attentions: most ``parts``, head sizes, dtypes of the partial outputs."""
-
-    operator: str
-    dtypes: tuple[str, ...]
-    parts: int | None = None
-    head_dim: tuple[int, int] | None = None
-    head_dim_multiple: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantLimits:
-    """What quantises activations and multiplies integers. ``dtypes``: of activations and results;
-    ``group_scales``: whether weights may have a scale a group of rows; ``largest``: most rows or columns of a
-    weight."""
-
-    operator: str
-    dtypes: tuple[str, ...]
-    group_scales: bool = True
-    largest: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """All limits of a backend; ``source`` says where they are published. ``attention`` has one entry an
-    operator, of which the first that takes the dtype is used."""
-
-    attention: tuple[AttentionLimits, ...]
-    merge: MergeLimits
-    quant: QuantLimits
-    source: str
 
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -120,11 +47,13 @@ class DeviceAdapter:
 
     ``device``: where tensors live; None is the backend's first device. ``wide_products``: whether products of
     narrow floats come in f32 at no loss, so that a bias can join them before they are rounded.
+    ``ragged_prompts``: whether prompt chunks go through :meth:`ragged_attention` where they can.
     """
 
     name = "torch"
     default_device = "cpu"
     wide_products = False
+    ragged_prompts = False
     limits: Limits
 
     def __init__(self, device: str | torch.device | None = None) -> None:
@@ -197,8 +126,20 @@ class DeviceAdapter:
         keep: torch.Tensor,
         softcap: float | None,
     ) -> None:
-        b, _, heads, d = q.shape
+        self._check_heads(limits, q.shape[2], k.shape[1], q.shape[3], q.shape[0])
+        if softcap is not None and not limits.softcap:
+            raise LimitError(self.name, limits.operator, "softcap", softcap, "no cap on attention scores")
+        if not limits.empty_rows and not bool(keep.any(-1).all()):
+            row, query = torch.nonzero(~keep.any(-1))[0].tolist()
+            raise LimitError(
+                self.name,
+                limits.operator,
+                "fully masked row",
+                f"(row {row}, query {query})",
+                "queries that see at least one slot",
+            )
 
+    def _check_heads(self, limits: AttentionLimits, heads: int, kv_heads: int, d: int, batch: int) -> None:
         def refuse(limit: str, value: object, allowed: object) -> None:
             raise LimitError(self.name, limits.operator, limit, value, allowed)
 
@@ -208,15 +149,10 @@ class DeviceAdapter:
             refuse("head_dim", d, f"multiples of {limits.head_dim_multiple}")
         if limits.heads is not None and heads > limits.heads:
             refuse("heads", heads, f"at most {limits.heads}")
-        if limits.group is not None and heads // k.shape[1] > limits.group:
-            refuse("group", heads // k.shape[1], f"at most {limits.group} query heads a key/value head")
-        if limits.batch is not None and b > limits.batch:
-            refuse("batch", b, f"at most {limits.batch}")
-        if softcap is not None and not limits.softcap:
-            refuse("softcap", softcap, "no cap on attention scores")
-        if not limits.empty_rows and not bool(keep.any(-1).all()):
-            row, query = torch.nonzero(~keep.any(-1))[0].tolist()
-            refuse("fully masked row", f"(row {row}, query {query})", "queries that see at least one slot")
+        if limits.group is not None and heads // kv_heads > limits.group:
+            refuse("group", heads // kv_heads, f"at most {limits.group} query heads a key/value head")
+        if limits.batch is not None and batch > limits.batch:
+            refuse("batch", batch, f"at most {limits.batch}")
 
     def _attend(
         self,
@@ -233,6 +169,49 @@ class DeviceAdapter:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         del limits, lengths, decode, lse
         return reference_attention(q, k, v, keep, scale=scale, softcap=softcap)
+
+    def ragged_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """Causal attention of rows of different lengths that lie end to end, without padding or a mask.
+
+        ``q`` [T, Hq, d]: ``queries[b]`` tokens of each row, the last of the ``keys[b]`` whose keys and values
+        are in ``k``, ``v`` [T', Hkv, d]. A row may have no queries, and then no keys. Raises LimitError.
+        """
+        limits = self.ragged_limits(q.dtype)
+        self._check_heads(limits, q.shape[1], k.shape[1], q.shape[2], len(queries))
+        return self._ragged(q, k, v, queries, keys, scale)
+
+    def ragged_limits(self, dtype: torch.dtype) -> AttentionLimits:
+        """The limits of the operator behind :meth:`ragged_attention`."""
+        return self.attention_limits(dtype)
+
+    def _ragged(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        scale: float,
+    ) -> torch.Tensor:
+        outs = []
+        rows = zip(q.split(list(queries)), k.split(list(keys)), v.split(list(keys)), strict=True)
+        for mine, near_k, near_v in rows:
+            n, s = len(mine), len(near_k)
+            if not n:
+                continue
+            keep = torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
+            swapped = (near_k.transpose(0, 1)[None], near_v.transpose(0, 1)[None])
+            outs.append(reference_attention(mine[None], *swapped, keep[None], scale=scale)[0][0])
+        return torch.cat(outs)
 
     def merge(
         self, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]

@@ -101,8 +101,9 @@ class PackedTensor:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedTensor:
         """``change`` applied to every tensor."""
-        fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return PackedTensor(**{k: change(v) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changed: dict[str, Any] = {k: change(v) for k, v in fields.items() if isinstance(v, torch.Tensor)}
+        return dataclasses.replace(self, **changed)
 
     def integers(self) -> torch.Tensor:
         """int8 [..., I, O], unpacked."""

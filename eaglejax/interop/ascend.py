@@ -13,16 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.adapter import (
-    AttentionLimits,
-    Availability,
-    DeviceAdapter,
-    LimitError,
-    Limits,
-    MergeLimits,
-    QuantLimits,
-    joint_lse,
-)
+from eaglejax.interop.adapter import Availability, DeviceAdapter, joint_lse
+from eaglejax.interop.arrays import dtype_name
+from eaglejax.interop.limits import AttentionLimits, LimitError, Limits, MergeLimits, QuantLimits
 from eaglejax.interop.torch_import import torch
 
 MASKED = True
@@ -34,6 +27,26 @@ passes a lower triangle of ones, which contradicts it, so this is the first thin
 FULL_MASK = 0
 """sparse_mode with a mask of every query and slot. Modes 2 to 4 take a compressed causal or band mask, which
 a tree is not."""
+
+RIGHT_DOWN_CAUSAL = 3
+"""sparse_mode of rows whose queries are the last of their keys; its mask is always ``CAUSAL_SIDE`` wide."""
+
+CAUSAL_SIDE = 2048
+"""Side of the compressed mask of sparse_mode 2 to 4."""
+
+RAGGED = AttentionLimits(
+    "npu_fusion_attention (TND)",
+    ("float32", "bfloat16", "float16"),
+    head_dim=(1, 768),
+    heads=256,
+    batch=1024,
+    mask_shape=f"[{CAUSAL_SIDE}, {CAUSAL_SIDE}]",
+    masked_is=MASKED,
+    sparse_mode=RIGHT_DOWN_CAUSAL,
+    empty_rows=False,
+    softcap=False,
+)
+"""Rows laid end to end, their lengths as running sums."""
 
 LIMITS = Limits(
     attention=(
@@ -99,11 +112,13 @@ class Ascend(DeviceAdapter):
 
     ``block_size``: slots of a block of the paged cache that decoding reads, as a server does; None decodes
     over the contiguous cache, which has no bound on the queries of a request. float32 takes the training
-    operator ``npu_fusion_attention``, because the inference operator has 16-bit floats alone.
+    operator ``npu_fusion_attention``, because the inference operator has 16-bit floats alone, and so do
+    prompt chunks, which it reads without padding.
     """
 
     name = "ascend"
     default_device = "npu:0"
+    ragged_prompts = True
     limits = LIMITS
 
     def __init__(self, device: str | torch.device | None = None, *, block_size: int | None = 128) -> None:
@@ -225,6 +240,36 @@ class Ascend(DeviceAdapter):
             q, k, v, q.shape[1], "BNSD", atten_mask=npu_mask(keep), scale=scale, sparse_mode=FULL_MASK
         )
         return out.transpose(1, 2), (top[..., 0] + torch.log(total[..., 0])).transpose(1, 2)
+
+    def ragged_limits(self, dtype: torch.dtype) -> AttentionLimits:
+        """Of the training operator, in the layout of rows end to end."""
+        if dtype_name(dtype) not in RAGGED.dtypes:
+            raise LimitError(self.name, RAGGED.operator, "dtype", dtype_name(dtype), ", ".join(RAGGED.dtypes))
+        return RAGGED
+
+    def _ragged(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        scale: float,
+    ) -> torch.Tensor:
+        side = torch.ones(CAUSAL_SIDE, CAUSAL_SIDE, dtype=torch.bool, device=q.device).tril()
+        out: torch.Tensor = self.npu.npu_fusion_attention(
+            q.contiguous(),
+            k.to(q.dtype).contiguous(),
+            v.to(q.dtype).contiguous(),
+            q.shape[1],
+            "TND",
+            atten_mask=npu_mask(side[None])[0, 0],
+            scale=scale,
+            actual_seq_qlen=sequence_lengths(queries, "TND"),
+            actual_seq_kvlen=sequence_lengths(keys, "TND"),
+            sparse_mode=RIGHT_DOWN_CAUSAL,
+        )[0]
+        return out
 
     def _blocks(self, slots: int) -> int:
         assert self.block_size is not None

@@ -125,10 +125,12 @@ def write_and_attend(
     scale: float,
     window: int | None,
     cap: float | None,
-    decode: bool,
+    prompt: torch.Tensor | None,
 ) -> torch.Tensor:
     """Put ``k``, ``v`` [B, N, Hkv, d] of N new tokens into a layer's cache, the last N of the M slots that
     ``visible`` [B, N, M] is about, and attend with ``q`` [B, N, Hq, d]: [B, N, Hq, d].
+
+    ``prompt`` [B]: of a prompt's chunk, how many of the N are real; None for a round's nodes.
 
     As in ``nn.attention``, a token whose key or value is not finite is stored as zeros and those that see it
     get NaN, so that it spoils no sibling.
@@ -142,13 +144,73 @@ def write_and_attend(
     for row, end in enumerate(ends):
         held_k[row, :, end - n : end] = k[row]
         held_v[row, :, end - n : end] = v[row]
-    slots = max(ends)
-    keep = visibility(cache.lengths, visible, positions, slots, slot_positions, window)
-    out, _ = adapter.attention(
-        q, held_k[:, :, :slots], held_v[:, :, :slots], keep, ends, scale=scale, softcap=cap, decode=decode
-    )
+    if prompt is not None and window is None and cap is None and adapter.ragged_prompts:
+        out = _attend_ragged(adapter, q, held_k, held_v, cache.lengths.tolist(), prompt.tolist(), scale)
+    else:
+        out = _attend_masked(
+            adapter,
+            q,
+            held_k,
+            held_v,
+            cache.lengths,
+            ends,
+            visible,
+            positions,
+            slot_positions,
+            scale=scale,
+            window=window,
+            cap=cap,
+            decode=prompt is None,
+        )
     lost = (visible[:, :, m - n :] & ~sound[:, None]).any(-1)
     return out.masked_fill(lost[:, :, None, None], torch.nan)
+
+
+def _attend_ragged(
+    adapter: DeviceAdapter,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    counts: list[int],
+    scale: float,
+) -> torch.Tensor:
+    """Prompt chunks without their padding, whose results are zeros."""
+    ends = [start + count if count else 0 for start, count in zip(lengths, counts, strict=True)]
+    keys, values = (
+        torch.cat([x[row, :, :end].transpose(0, 1) for row, end in enumerate(ends)]) for x in (k, v)
+    )
+    queries = torch.cat([q[row, :count] for row, count in enumerate(counts)])
+    mixed = adapter.ragged_attention(queries, keys, values, counts, ends, scale=scale)
+    out = torch.zeros_like(q)
+    for row, part in enumerate(mixed.split(counts)):
+        out[row, : len(part)] = part
+    return out
+
+
+def _attend_masked(
+    adapter: DeviceAdapter,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    ends: list[int],
+    visible: torch.Tensor,
+    positions: torch.Tensor,
+    slot_positions: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    decode: bool,
+) -> torch.Tensor:
+    """Attention over a cache by a mask of every query and written slot."""
+    slots = max(ends)
+    keep = visibility(lengths, visible, positions, slots, slot_positions, window)
+    out, _ = adapter.attention(
+        q, k[:, :, :slots], v[:, :, :slots], keep, ends, scale=scale, softcap=cap, decode=decode
+    )
+    return out
 
 
 def forward(
@@ -161,10 +223,13 @@ def forward(
     visible: torch.Tensor,
     *,
     aux: tuple[int, ...] = (),
-    decode: bool = False,
+    prompt: torch.Tensor | None = None,
     tap: Tap = no_tap,
 ) -> Forward:
     """Run N new tokens on top of the committed prefix; arguments as in ``models.decoder.forward``.
+
+    ``prompt`` [B]: says that these are chunks of prompts, padded on the right, and how many tokens of each
+    are real; ``visible`` is then ``causal``'s.
 
     Raises ConfigError where they do not fit the cache and LimitError where the device does not take them.
     """
@@ -182,7 +247,7 @@ def forward(
     boundaries = {0: x}
     for i, layer in enumerate(params["layers"]):
         turns = _Turns(angles[spec.ropes[i]], params.get("qk_rotation"), params.get("post_rotation"))
-        x = _block(adapter, spec, layer, i, x, positions, turns, cache, visible, decode, tap)
+        x = _block(adapter, spec, layer, i, x, positions, turns, cache, visible, prompt, tap)
         boundaries[i + 1] = x
     hidden = rms_norm(x, params["norm"], spec.norm_eps, offset=spec.norm_offset)
     tap("final_norm", hidden, None)
@@ -212,7 +277,7 @@ def _block(
     turns: _Turns,
     cache: Cache,
     visible: torch.Tensor,
-    decode: bool,
+    prompt: torch.Tensor | None,
     tap: Tap,
 ) -> torch.Tensor:
     """One layer of the residual stream ``x`` [B, N, H]."""
@@ -256,7 +321,7 @@ def _block(
         scale=spec.query_scale,
         window=spec.windows[index],
         cap=spec.attention_softcap,
-        decode=decode,
+        prompt=prompt,
     )
     tap("attention", mixed, index)
     y = linear(adapter, mixed.reshape(*x.shape[:2], -1), layer["o"], layer.get("o_bias"))

@@ -88,13 +88,13 @@ def step(
     visible: torch.Tensor,
     slot_positions: torch.Tensor,
     *,
-    decode: bool = False,
+    prompt: torch.Tensor | None = None,
     tap: Tap = no_tap,
 ) -> torch.Tensor:
     """States [B, N, H] of the pairs (``feature`` [B, N, H], ``tokens`` [B, N]) at ``positions`` [B, N].
 
     ``visible`` [B, N, M] and ``slot_positions`` [B, M] cover the M slots behind the cache's committed pairs,
-    whose last N these are; their keys and values are written there.
+    whose last N these are; their keys and values are written there. ``prompt`` as in ``decoder.forward``.
     """
     weights = draft.weights
     tap("feature", feature, None)
@@ -120,7 +120,7 @@ def step(
             visible,
             positions,
             slot_positions,
-            decode,
+            prompt,
             tap,
         )
     if spec.feed_normed:
@@ -141,7 +141,7 @@ def _layer(
     visible: torch.Tensor,
     positions: torch.Tensor,
     slot_positions: torch.Tensor,
-    decode: bool,
+    prompt: torch.Tensor | None,
     tap: Tap,
 ) -> torch.Tensor:
     """One layer; the first of EAGLE-3 reads [embedding, feature], the first of EAGLE-1 has no norm."""
@@ -179,7 +179,7 @@ def _layer(
         scale=spec.head_dim**-0.5,
         window=spec.windows[index],
         cap=None,
-        decode=decode,
+        prompt=prompt,
     )
     tap("attention", mixed, index)
     y = linear(adapter, mixed.reshape(*x.shape[:2], -1), layer["o"], layer.get("o_bias"))

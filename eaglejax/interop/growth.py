@@ -117,7 +117,6 @@ class Grower:
             self._cache,
             seen,
             torch.cat(self._slots, 1),
-            decode=True,
             tap=tap,
         )
         logits = eagle.logits(self._adapter, self._spec, self._draft, out)

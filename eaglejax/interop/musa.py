@@ -13,16 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.adapter import (
-    FLOATS,
-    AttentionLimits,
-    Availability,
-    DeviceAdapter,
-    Limits,
-    MergeLimits,
-    QuantLimits,
-    reference_attention,
-)
+from eaglejax.interop.adapter import FLOATS, Availability, DeviceAdapter, reference_attention
+from eaglejax.interop.limits import AttentionLimits, Limits, MergeLimits, QuantLimits
 from eaglejax.interop.torch_import import torch
 
 LIMITS = Limits(

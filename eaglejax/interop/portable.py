@@ -20,6 +20,7 @@ MODULES = (
     "eagle",
     "growth",
     "layers",
+    "limits",
     "musa",
     "names",
     "portable",

@@ -211,6 +211,7 @@ class TorchRunner:
             state.cache,
             decoder.causal(b, count, width),
             aux=self._aux,
+            prompt=count,
             tap=self._tap(state, "prefill", "target"),
         )
         end = (count - 1).clamp_min(0).long()
@@ -256,7 +257,6 @@ class TorchRunner:
             state.cache,
             seen_by,
             aux=self._aux,
-            decode=True,
             tap=tap,
         )
         logits = decoder.unembed(self._adapter, self._spec, self._params, out.hidden)
@@ -343,7 +343,7 @@ class TorchRunner:
             cache,
             visible,
             positions,
-            decode=stage == "round",
+            prompt=count if stage == "prefill" else None,
             tap=self._tap(state, stage, "observe"),
         )
         last = (count - 1).clamp_min(0).long()

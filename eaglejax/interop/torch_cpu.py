@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from eaglejax.interop.adapter import (
-    FLOATS,
-    AttentionLimits,
-    Availability,
-    DeviceAdapter,
-    Limits,
-    MergeLimits,
-    QuantLimits,
-)
+from eaglejax.interop.adapter import FLOATS, Availability, DeviceAdapter
+from eaglejax.interop.limits import AttentionLimits, Limits, MergeLimits, QuantLimits
 from eaglejax.interop.torch_import import torch
 
 PLAIN = Limits(
