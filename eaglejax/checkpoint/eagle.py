@@ -23,6 +23,7 @@ from eaglejax.drafts.eagle_model import EagleParams, Weights, param_table
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models.target import Target, weight_dtype
 from eaglejax.quant.align import align_params, aligned
+from eaglejax.quant.array import QuantArray
 from eaglejax.quant.basis import basis_of
 from eaglejax.quant.detect import check_basis
 
@@ -105,11 +106,8 @@ def _target_head(target: Target, ids: np.ndarray | None) -> tuple[Any, bool]:
     head = target.params["embed" if tied else "head"]
     if ids is None:
         return head, tied
-    if not isinstance(head, jax.Array):
-        raise ConfigError(
-            "the draft reads rows of the target's head, which cannot be taken from a packed one; load the "
-            "target in a float dtype or use a draft with a head of its own"
-        )
+    if isinstance(head, QuantArray):
+        return head.columns(jnp.asarray(ids, jnp.int32)), tied
     return jnp.take(head, jnp.asarray(ids, jnp.int32), axis=0 if tied else 1), tied
 
 

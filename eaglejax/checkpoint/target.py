@@ -5,26 +5,52 @@ from __future__ import annotations
 from typing import Any
 
 from eaglejax.checkpoint.gguf import load_gguf
-from eaglejax.checkpoint.hf import load_folder
+from eaglejax.checkpoint.gguf_packed import load_packed
+from eaglejax.checkpoint.hf import load_folder, quantized_form
+from eaglejax.checkpoint.quant_read import load_quantized
 from eaglejax.checkpoint.sources import Source, Spec, resolve
 from eaglejax.checkpoint.tokenizer import load_tokenizer
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target, weight_dtype
+from eaglejax.quant.quantize import quantize_target
+from eaglejax.quant.schemes import Plan, Scheme, as_plan
 
 
-def load_target(source: Spec | Source, *, dtype: Any = None, context: int | None = None) -> Target:
+def load_target(
+    source: Spec | Source,
+    *,
+    dtype: Any = None,
+    context: int | None = None,
+    quant: Plan | Scheme | str | None = None,
+) -> Target:
     """Load a model with its tokenizer.
 
     ``source``: see ``checkpoint.sources.resolve``. ``dtype``: one of ``target.DTYPES``, default bfloat16.
     ``context``: at most the positions the model was made for, which is the default; rotary kinds that depend
-    on the length are evaluated for it. Raises ``CheckpointError``, ``ConfigError`` or ``MismatchError``
-    naming what is wrong.
+    on the length are evaluated for it.
+
+    ``quant``: quantise while loading: a scheme's name (``w8a8``, ``w4a8-g32``, ...), a Scheme or a Plan.
+    For a GGUF file ``keep`` leaves weights that are int8 or int4 there as they are and takes activations in
+    their float dtype, ``keep-a8`` takes them in int8; ``checkpoint.gguf_packed`` says what is kept exactly
+    and what is requantised. Static schemes and smoothing need calibration, so that they are for
+    ``quantize_target``.
+
+    Raises ``CheckpointError``, ``ConfigError`` or ``MismatchError`` naming what is wrong.
     """
     dtype = weight_dtype(dtype)
+    plan = None if quant is None else as_plan(quant)
+    told: dict[str, Any] = {}
     found = source if isinstance(source, Source) else resolve(source)
-    if found.kind == "gguf":
+    if found.kind == "gguf" and plan is not None:
+        config, params, tokenizer = load_packed(found.path, dtype, plan, context=context)
+        told["quantization"] = plan.label
+    elif found.kind == "gguf":
         config, params, tokenizer = load_gguf(found.path, dtype, context=context)
+    elif quantized_form(found.path) is not None:
+        folder = load_quantized(found.path, dtype, context=context)
+        config, params, told = folder.config, folder.params, folder.told()
+        tokenizer = load_tokenizer(found.path)
     else:
         config, params = load_folder(found.path, dtype, context=context)
         tokenizer = load_tokenizer(found.path)
@@ -34,7 +60,7 @@ def load_target(source: Spec | Source, *, dtype: Any = None, context: int | None
             f"the tokenizer of {found.path} has id {max(over)}, the model only {config.vocab_size} ids; "
             "they do not belong together"
         )
-    return Target(
+    target = Target(
         config=config,
         params=params,
         dtype=dtype,
@@ -42,7 +68,9 @@ def load_target(source: Spec | Source, *, dtype: Any = None, context: int | None
         tokenizer=tokenizer,
         source=found,
         eos_ids=tokenizer.eos_ids,
+        **told,
     )
+    return target if plan is None or found.kind == "gguf" else quantize_target(target, plan)
 
 
 def _context(context: int | None, config: ModelConfig) -> int:
