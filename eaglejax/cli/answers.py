@@ -11,11 +11,18 @@ from eaglejax.speculate import metrics
 
 
 def answer_rows(
-    target: ej.Target, rows: Sequence[PromptRow], *, chat: bool, predicts: bool, **options: Any
+    target: ej.Target,
+    rows: Sequence[PromptRow],
+    *,
+    chat: bool,
+    predicts: bool,
+    sampling: ej.Sampling | Sequence[ej.Sampling] | None = None,
+    **options: Any,
 ) -> list[list[ej.Generation]]:
     """The Generations of each row, one a turn, all rows decoded together; a failed turn is the row's last.
 
     Each turn sees the row's own earlier answers. ``predicts``: hand the rows' predictions to the proposer.
+    ``sampling``: one for all rows (None: greedy), or one each.
     ``options`` are those of ``generate``.
     """
     answers: list[list[ej.Generation]] = [[] for _ in rows]
@@ -27,6 +34,7 @@ def answer_rows(
             target,
             [rows[n].request([a.text for a in answers[n]], chat=chat) for n in asked],
             predictions=[rows[n].predictions[turn] for n in asked] if predicts else None,
+            sampling=[sampling[n] for n in asked] if isinstance(sampling, Sequence) else sampling,
             on_error="return",
             **options,
         )
