@@ -1,0 +1,30 @@
+"""Tau against the amount of training text, at a fixed number of updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eaglejax.errors import ConfigError
+from paper_figs import style
+from paper_figs.results import Results, published
+
+AXIS = "data.total"
+
+
+def draw(results: Results) -> Any:
+    """Ours over samples; published ends of curves over multiples of ShareGPT."""
+    runs = results.need("data_scaling", "samples")["runs"]
+    if any(AXIS not in run["values"] for run in runs):
+        raise ConfigError(f"the result data_scaling/samples is no sweep over {AXIS}")
+    figure, (own, other) = style.panels(2, columns=2)
+    points = sorted((run["values"][AXIS], run["tau"]) for run in runs)
+    style.ours(own, *zip(*points, strict=True), "ours: EAGLE-3")
+    for number, entry in enumerate(published("data_scaling")):
+        style.theirs(other, entry["multiples"], entry["tau"], entry["label"], number)
+    for axis, title, x in (
+        (own, "One target, equal updates", "training samples"),
+        (other, "As published, MT-bench", "training data, multiples of ShareGPT"),
+    ):
+        axis.set_xscale("log", base=2)
+        style.finish(axis, title, x, "tau")
+    return figure
