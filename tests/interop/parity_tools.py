@@ -1,0 +1,50 @@
+"""A tiny target with an EAGLE-3 and an EAGLE-1 draft for the parity tests, and the command's run."""
+
+import json
+
+import jax
+import numpy as np
+from tiny_model import HIDDEN, VOCAB, write_model
+
+from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
+from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.drafts.eagle_model import init_eagle
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "target_hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "own_embedding": True,
+}
+EAGLE1 = EagleConfig(version=1, draft_vocab_size=VOCAB, **SHAPE)
+EAGLE3 = EagleConfig(
+    version=3, draft_vocab_size=96, num_aux=2, aux=(0, 1), head_norm=True, own_head=True, **SHAPE
+)
+TREE3 = '{"method": "eagle3", "tree_depth": 3, "tree_branching": 2, "tree_nodes": 6}'
+TREE1 = '{"method": "eagle1", "speculative_token_tree": [[0], [1], [0, 0]]}'
+
+
+def write_pair(folder, config, *, layers=2):
+    """(target folder, draft folder)."""
+    target = write_model(folder / "target", layers=layers)
+    weights = init_eagle(config, jax.random.key(1))
+    # Weights of the usual size: at the initialiser's own a draft's layers hardly change what they are given.
+    weights = jax.tree.map(lambda w: w * 8 if w.ndim > 1 else w, weights)
+    ids = np.arange(40, 40 + config.draft_vocab_size) if config.reduced else None
+    write_draft(
+        folder / "draft",
+        config,
+        tensors_of_weights(config, weights),
+        ids,
+        to="safeailab" if config.version == 1 else "speculators",
+    )
+    return target, str(folder / "draft")
+
+
+def write_prompts(path, *prompts):
+    path.write_text("".join(json.dumps({"id": f"p{i}", "prompt": p}) + "\n" for i, p in enumerate(prompts)))
+    return str(path)
