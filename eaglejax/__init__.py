@@ -28,6 +28,7 @@ from eaglejax.drafts.prediction import Prediction  # noqa: E402
 from eaglejax.drafts.tree import StaticTree, chain, from_choices  # noqa: E402
 from eaglejax.errors import EaglejaxError  # noqa: E402
 from eaglejax.models.target import Target, random_target  # noqa: E402
+from eaglejax.quant import Plan, calibrate, get_scheme, quantize_target  # noqa: E402
 from eaglejax.sampling import Sampling  # noqa: E402
 from eaglejax.speculate.generate import Generation, Piece  # noqa: E402
 
@@ -43,16 +44,20 @@ __all__ = [
     "Generation",
     "NGram",
     "Piece",
+    "Plan",
     "Prediction",
     "Sampling",
     "StaticTree",
     "Target",
+    "calibrate",
     "chain",
     "from_choices",
     "generate",
+    "get_scheme",
     "load_draft",
     "load_draft_model",
     "load_target",
+    "quantize_target",
     "random_target",
     "stream",
 ]

@@ -1,0 +1,194 @@
+"""What quantising a target costs: teacher-forced perplexity, and agreement with the float weights.
+
+    python -m experiments.quantization.perplexity --answers answers.jsonl --target demo
+
+``answers``: JSON Lines as training reads them (``eaglejax regenerate`` writes such). Scored are the answers'
+tokens, each given all before it. The first ``--calibrate`` answers feed
+calibration, where a variant needs it, and are not scored.
+
+A variant is ``float``, or a scheme with what is done besides: ``w8a8``, ``w4a8-g32+mse``,
+``w8a8-static+smooth``. Figures of each: ``perplexity``; ``kl``, the mean divergence KL(float || variant)
+in nats a token; ``agreement``, the part of tokens whose likeliest next token is the float weights' own;
+``bytes`` of all weights; ``seconds`` of scoring, compilation included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax.checkpoint.target import load_target
+from eaglejax.errors import ConfigError
+from eaglejax.models import decoder
+from eaglejax.models.config import ModelConfig
+from eaglejax.models.target import Target
+from eaglejax.quant import Statistics, as_plan, calibrate, quantize_target
+from eaglejax.train.samples import Sample, read_samples
+from experiments.record import record
+
+VARIANTS = (
+    "float",
+    "w8a8",
+    "w8a8+mse",
+    "w4a8-g32",
+    "w4a8",
+    "w4a16",
+    "w8a16",
+    "w4a8-g32+mse",
+    "w4a8+mse",
+    "w4a16-g32",
+    "w8a8-static",
+    "w8a8-static+smooth",
+    "w8a8+smooth",
+)
+SMOOTH = 0.5
+"""Strength of smoothing; the paper's default."""
+ROWS = 2000
+"""Rows of the answers that are looked at, at most."""
+
+
+def choose(
+    samples: Sequence[Sample], width: int, tokens: int, skip: int
+) -> tuple[list[Sample], list[Sample]]:
+    """(the first ``skip`` texts, for calibration; more texts with ``tokens`` supervised tokens in all), each
+    cut to ``width`` tokens; texts whose answer lies behind that are left out."""
+    calibration: list[Sample] = []
+    scored: list[Sample] = []
+    left = tokens
+    for sample in samples:
+        text = _cut(sample, width)
+        if not text.supervised.any():
+            continue
+        if len(calibration) < skip:
+            calibration.append(text)
+            continue
+        last = np.flatnonzero(text.supervised)[:left][-1]
+        scored.append(_cut(text, last + 1))
+        left -= int(scored[-1].supervised.sum())
+        if not left:
+            return calibration, scored
+    raise ConfigError(f"the answers hold {tokens - left} tokens that fit a width of {width}, not {tokens}")
+
+
+def _cut(sample: Sample, width: int) -> Sample:
+    return dataclasses.replace(sample, ids=sample.ids[:width], supervised=sample.supervised[:width])
+
+
+def _forward(params: Any, config: ModelConfig, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """log p of the next token after each of ``tokens`` [N]: [N, V] f32."""
+    n = tokens.shape[0]
+    cache = decoder.init_cache(config, 1, n, dtype)
+    visible = jnp.tril(jnp.ones((1, n, n), bool))
+    out = decoder.forward(params, config, tokens[None], jnp.arange(n)[None], cache, visible)
+    return jax.nn.log_softmax(decoder.unembed(params, config, out.hidden)[0], axis=-1)
+
+
+def score(target: Target, texts: Sequence[Sample], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(log p of every scored token [T], log p of everything in their place [T, V]), f32."""
+    run = jax.jit(_forward, static_argnums=(1, 3))
+    own, whole = [], []
+    for text in texts:
+        padded = np.zeros(width, np.int32)
+        padded[: len(text)] = text.ids
+        # What stands behind the text is seen by nothing before it.
+        logp = np.asarray(run(target.params, target.config, padded, target.dtype))
+        places = np.flatnonzero(text.supervised)
+        whole.append(logp[places - 1])
+        own.append(logp[places - 1, text.ids[places]])
+    return np.concatenate(own), np.concatenate(whole)
+
+
+def variant(target: Target, name: str, statistics: Statistics) -> Target:
+    """``target`` as a variant's name says."""
+    if name == "float":
+        return target
+    scheme, *besides = name.split("+")
+    unknown = sorted(set(besides) - {"mse", "smooth"})
+    if unknown:
+        raise ConfigError(f"variant {name!r}: {', '.join(unknown)} is not known; mse and smooth are")
+    plan = dataclasses.replace(
+        as_plan(scheme),
+        search="mse" if "mse" in besides else "minmax",
+        smooth=SMOOTH if "smooth" in besides else None,
+    )
+    return quantize_target(target, plan, statistics=statistics if plan.needs_statistics else None)
+
+
+def measure(target: Target, texts: Sequence[Sample], width: int, base: np.ndarray | None) -> dict[str, Any]:
+    """``figures`` of one variant and its ``logp`` [T, V]; ``base`` [T, V]: the float weights' (None: this is
+    them)."""
+    begin = time.perf_counter()
+    own, whole = score(target, texts, width)
+    seconds = time.perf_counter() - begin
+    base = whole if base is None else base
+    divergence = [float(np.sum(np.exp(b) * (b - w))) for b, w in zip(base, whole, strict=True)]
+    return {
+        "figures": {
+            "perplexity": math.exp(-float(np.mean(own, dtype=np.float64))),
+            "kl": float(np.mean(divergence)),
+            "agreement": float(np.mean(base.argmax(-1) == whole.argmax(-1))),
+            "bytes": target.nbytes,
+            "seconds": seconds,
+        },
+        "logp": whole,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every variant and write one result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--answers", type=Path, required=True, help="JSON Lines of texts, as for training")
+    parser.add_argument("--target", default="demo", help="whatever load_target takes")
+    parser.add_argument("--dtype", default="bfloat16", help="of the float weights and of activations")
+    parser.add_argument("--variants", nargs="+", default=VARIANTS)
+    parser.add_argument("--tokens", type=int, default=600, help="answer tokens that are scored")
+    parser.add_argument("--width", type=int, default=192, help="longest text, prompt included")
+    parser.add_argument("--calibrate", type=int, default=16, help="answers that calibration reads")
+    parser.add_argument("--name", default="perplexity", help="of the result")
+    options = parser.parse_args(arguments)
+    target = load_target(options.target, dtype=options.dtype)
+    samples, _ = read_samples(
+        options.answers, target.need_tokenizer(), vocab_size=target.config.vocab_size, limit=ROWS
+    )
+    calibration, texts = choose(samples, options.width, options.tokens, options.calibrate)
+    names = list(dict.fromkeys(["float", *options.variants]))
+    statistics = Statistics({}, 0, 0)
+    if any("static" in name or "smooth" in name for name in names):
+        statistics = calibrate(target, [text.ids.tolist() for text in calibration], width=options.width)
+    figures: dict[str, Any] = {}
+    base = None
+    for name in names:
+        found = measure(variant(target, name, statistics), texts, options.width, base)
+        base = found["logp"] if base is None else base
+        figures[name] = found["figures"]
+        print(name, " ".join(f"{k} {v:.6g}" for k, v in figures[name].items()), flush=True)
+    command = "python -m experiments.quantization.perplexity " + shlex.join(
+        ["--answers", options.answers.name, "--target", options.target]
+    )
+    config = {
+        "target": options.target,
+        "dtype": options.dtype,
+        "texts": len(texts),
+        "tokens": options.tokens,
+        "width": options.width,
+        "calibration_texts": len(calibration),
+        "calibration_tokens": statistics.tokens,
+        "smooth": SMOOTH,
+    }
+    record("quantization", options.name, command=command, config=config, seed=None, figures=figures)
+
+
+if __name__ == "__main__":
+    main()
