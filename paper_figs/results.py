@@ -24,7 +24,7 @@ COMMANDS = {
     "eagle1": _EVALUATE,
     "data_scaling": _SWEEP,
     "draft_shape": _SWEEP,
-    "rotation": "python -m experiments.rotation",
+    "rotation": "python -m experiments.rotation.ladder --draft DRAFT --prompts FILE",
 }
 """Study -> the command that makes its results."""
 

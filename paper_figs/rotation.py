@@ -1,8 +1,4 @@
-"""The rotation ladder: what a draft still accepts when the target under it is rotated, rung by rung.
-
-Drawn from ``experiments/rotation/results/ladder.json``, whose ``figures`` hold ``rungs``: objects with a
-``name`` and a ``tau``.
-"""
+"""The rotation ladder: what a draft still accepts when the target under it is rotated, rung by rung."""
 
 from __future__ import annotations
 
@@ -13,11 +9,11 @@ from paper_figs.results import Results
 
 
 def draw(results: Results) -> Any:
-    """One bar a rung."""
+    """One bar a rung of ``rotation/ladder``."""
     rungs = results.need("rotation", "ladder")["rungs"]
     figure, (axis,) = style.panels(1)
-    axis.bar(range(len(rungs)), [rung["tau"] for rung in rungs], color=style.OURS[0])
+    axis.bar(range(len(rungs)), [rung["tau"] for rung in rungs.values()], color=style.OURS[0])
     axis.axhline(1.0, color="#555555", linewidth=0.8)
-    axis.set_xticks(range(len(rungs)), [rung["name"] for rung in rungs], rotation=35, ha="right", fontsize=7)
-    style.finish(axis, "Mean acceptance length under rotation", "", "tau (1: nothing accepted)")
+    axis.set_xticks(range(len(rungs)), list(rungs), rotation=35, ha="right", fontsize=7)
+    style.finish(axis, "Mean acceptance length on a rotated target", "", "tau (1: nothing accepted)")
     return figure

@@ -54,7 +54,7 @@ def root(tmp_path):
     put("data_scaling", "samples", sweep("data.total", [250, 500, 1000]))
     put("draft_shape", "width", sweep("draft.intermediate_size", [608, 1216]))
     put("draft_shape", "vocab", sweep("draft.vocab", [2048, 4096]))
-    put("rotation", "ladder", {"rungs": [{"name": "none", "tau": 2.0}, {"name": "rotated", "tau": 1.01}]})
+    put("rotation", "ladder", {"rungs": {"original": {"tau": 2.0}, "unaligned": {"tau": 1.01}}})
     return tmp_path
 
 
