@@ -64,8 +64,11 @@ def level_here(environ: Mapping[str, str] = os.environ) -> str:
     """The level in force: the best, or the one that ``$EAGLEJAX_NATIVE_LEVEL`` names.
 
     Raises:
-      KernelError: that level is unknown or more than this processor has.
+      KernelError: turned off by ``$EAGLEJAX_NO_NATIVE``, or that level is unknown or more than this processor
+        has.
     """
+    if environ.get(OFF_VARIABLE, "") not in ("", "0"):
+        raise KernelError(f"turned off by {OFF_VARIABLE}")
     here = levels_here()
     asked = environ.get(LEVEL_VARIABLE)
     if asked and asked not in here:
@@ -90,11 +93,9 @@ def load(source: Path, level: str, environ: Mapping[str, str] = os.environ) -> L
     """Compile ``source`` for ``level``, or find it compiled, and load it.
 
     Raises:
-      KernelError: turned off by ``$EAGLEJAX_NO_NATIVE``, no compiler, or it failed; the message holds its
-        first lines.
+      KernelError: no compiler, or it failed (the message holds its first lines), or the folder cannot be
+        written.
     """
-    if environ.get(OFF_VARIABLE, "") not in ("", "0"):
-        raise KernelError(f"turned off by {OFF_VARIABLE}")
     name = environ.get("CXX") or "g++"
     compiler = shutil.which(name, path=environ.get("PATH"))
     if compiler is None:

@@ -47,6 +47,7 @@ def examine() -> dict[str, Any]:
             "fastest_dtype_reason": choice.reason,
             "product_ms": choice.milliseconds,
         },
+        "packed_products": dataclasses.asdict(cpu.packed_products()) if adapter.platform == "cpu" else None,
         "cpu_flags": dataclasses.asdict(startup.cpu_flags),
         "compile_cache": dataclasses.asdict(startup.compile_cache),
         "home": str(compile_cache.home(os.environ)),
@@ -111,6 +112,10 @@ def _choices(adapter: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _times(milliseconds: dict[int, float]) -> str:
+    return ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in milliseconds.items())
+
+
 def _print(report: dict[str, Any]) -> None:
     place, adapter = report["machine"], report["adapter"]
     table = rich.table.Table(show_header=False, title="eaglejax doctor", title_justify="left")
@@ -126,7 +131,11 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(choice, value)
     table.add_row("fastest dtype", f"{adapter['fastest_dtype']}: {adapter['fastest_dtype_reason']}")
     for dtype, times in adapter["product_ms"].items():
-        table.add_row("", f"{dtype}: " + ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in times.items()))
+        table.add_row("", f"{dtype}: {_times(times)}")
+    if packed := report["packed_products"]:
+        chosen = f"C++ kernel, {packed['level']}" if packed["level"] else "XLA, no C++ kernel"
+        table.add_row("packed weights", f"{chosen}: {packed['reason']}")
+        table.add_row("", f"W8A8: {_times(packed['milliseconds'])}")
     flags = report["cpu_flags"]
     table.add_row("CPU flags", "\n".join([flags["reason"], *flags["in_force"]]))
     cache = report["compile_cache"]

@@ -194,19 +194,57 @@ def choose_dtype(*, inputs: int = 1024, outputs: int = 32768, rows: tuple[int, .
 
 
 def _product_ms(rows: int, inputs: int, outputs: int, dtype: Any) -> float:
-    """Best of several runs, milliseconds, of the product that the model's layers use."""
-    import jax
+    """Milliseconds of the product that the model's layers use."""
     import jax.numpy as jnp
 
     from eaglejax.nn.linear import linear
 
-    x = jnp.ones((rows, inputs), dtype)
-    w = jnp.ones((inputs, outputs), dtype)
-    product = jax.jit(linear)
-    product(x, w).block_until_ready()
+    return _best_ms(linear, jnp.ones((rows, inputs), dtype), jnp.ones((inputs, outputs), dtype))
+
+
+def _best_ms(product: Callable[..., Any], *arguments: Any) -> float:
+    """Best of several runs, milliseconds."""
+    import jax
+
+    compiled = jax.jit(product)
+    compiled(*arguments).block_until_ready()
     best = float("inf")
     for _ in range(7):
         start = time.perf_counter()
-        product(x, w).block_until_ready()
+        compiled(*arguments).block_until_ready()
         best = min(best, time.perf_counter() - start)
     return 1e3 * best
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedProducts:
+    """How products with 8- and 4-bit weights are computed on this CPU.
+
+    ``implementation``: "cpu", the compiled kernel, or "xla". ``level``: the instruction set that the kernel
+    was compiled for, None without it. ``reason``: where the kernel is kept, or why there is none.
+    ``milliseconds`` of one W8A8 product by rows, with the quantisation of its activations.
+    """
+
+    implementation: str
+    level: str | None
+    reason: str
+    milliseconds: dict[int, float]
+
+
+def packed_products(
+    *, inputs: int = 1024, outputs: int = 32768, rows: tuple[int, ...] = (1, 8)
+) -> PackedProducts:
+    """What "auto" makes of a product with packed weights here, and its time beside ``choose_dtype``'s."""
+    import jax.numpy as jnp
+
+    from kernels_pallas.quant_matmul import cpu as kernel
+    from kernels_pallas.quant_matmul import quant_matmul, quantize_per_token
+
+    def product(x: Any, w: Any, scale: Any) -> Any:
+        integers, x_scale = quantize_per_token(x)
+        return quant_matmul(integers, w, scale, x_scale=x_scale)
+
+    level, reason = kernel.status()
+    w, scale = jnp.ones((inputs, outputs), jnp.int8), jnp.ones(outputs)
+    times = {m: _best_ms(product, jnp.ones((m, inputs), jnp.bfloat16), w, scale) for m in rows}
+    return PackedProducts("cpu" if level else "xla", level, reason, times)

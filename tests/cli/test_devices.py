@@ -142,6 +142,14 @@ def test_doctor(run):
     assert set(times) == {"bfloat16", "float32"}
     widest = {name: max(ms.items(), key=lambda kv: int(kv[0]))[1] for name, ms in times.items()}
     assert report["adapter"]["fastest_dtype"] == min(widest, key=widest.get)
+    packed = report["packed_products"]
+    assert (packed["implementation"] == "cpu") is (packed["level"] is not None)
+    assert set(packed["milliseconds"]) == {"1", "8"}
+
+
+def test_doctor_says_why_there_is_no_native_kernel(run, monkeypatch):
+    monkeypatch.setenv("EAGLEJAX_NO_NATIVE", "1")
     status, out, err = run("doctor")
     assert (status, out) == (0, "")
     assert "self-test" in err
+    assert "XLA, no C++ kernel: turned off by EAGLEJAX_NO_NATIVE" in " ".join(err.split())
