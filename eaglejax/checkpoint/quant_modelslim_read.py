@@ -151,6 +151,11 @@ def _module(module: str, found: Mapping[str, str], description: Description, sto
         f"{description.where} calls {module} {label}, which needs the tensors "
         f"{', '.join(type_.required)}; {', '.join(missing)} is not described",
     )
+    half = [s for s in SECOND if s in found]
+    require(
+        len(half) in (0, len(SECOND)),
+        f"{description.where} describes {module}.{', '.join(half)} alone; {' and '.join(SECOND)} go together",
+    )
     unknown = [s for s in found if s not in (*type_.required, *type_.optional)]
     require(
         not unknown, f"{description.where} calls {module}.{unknown[:1]} {label}, which has no such tensor"
@@ -300,9 +305,8 @@ def cache_scales(
     odd = sorted(names ^ right)
     require(
         not odd,
-        f"{description.where}: cache scales are kept for every layer's keys and values; "
-        f"{', '.join(odd[:4])} {'is' if len(odd) == 1 else 'are'} "
-        f"{'described as such' if odd[0] in names else 'missing'}",
+        f"{description.where}: cache scales are kept for every layer's keys and values alone; look "
+        f"at {', '.join(odd[:4])}",
     )
     for name in sorted(names):
         require(

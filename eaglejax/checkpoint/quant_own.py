@@ -37,6 +37,9 @@ MODEL_FLAGS = ("qk_rotation", "post_rotation")
 """Settings of ModelConfig that rotation adds and that a Hugging Face config has no place for."""
 
 _ARRAY = "array"
+_DTYPES = ("int8", "float32", "bfloat16", "float16")
+"""Of arrays in the shards. Jax would narrow others without a word."""
+
 _DERIVED = ("offset_sums",)
 """Fields that follow from others; they are made again."""
 
@@ -86,6 +89,8 @@ def build(path: str, spec: Any, file: SafetensorsFile, used: set[str], where: st
         return None
     if spec == _ARRAY:
         require(path in file.names(), f"{where} describes the array {path!r}, which its shards do not hold")
+        dtype = file.dtype(path).name
+        require(dtype in _DTYPES, f"{where}: {path} is {dtype}; arrays are {', '.join(_DTYPES)}")
         used.add(path)
         return jax.device_put(file.array(path), may_alias=True)
     type_ = PACKED.get(str(spec.get("type"))) if isinstance(spec, Mapping) else None

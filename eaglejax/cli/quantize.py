@@ -28,6 +28,7 @@ from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.calibrate import calibrate
+from eaglejax.quant.kv import calibrate_cache
 from eaglejax.quant.quantize import quantize_target
 from eaglejax.quant.rotate import Rotation, rotate_target
 from eaglejax.quant.schemes import DEFAULT_EXCLUDE, SCHEMES, Plan, get_scheme
@@ -114,7 +115,7 @@ class Quantize:
                 statistics = calibrate(source, prompts)
         with show.status("quantising"):
             target = quantize_target(source, plan, statistics=statistics)
-            target = self._with_cache(target, source, cache, prompts)
+            target = self._with_cache(target, cache, prompts)
             check_form(target, self.format)
         with show.status("comparing"):
             errors = layer_errors(source, target, prompts[0])
@@ -189,13 +190,11 @@ class Quantize:
         return [list(encode_prompt(target, row.request([], chat=False)))[:most] for row in good]
 
     def _with_cache(
-        self, target: ej.Target, source: ej.Target, cache: str | None, prompts: Sequence[Sequence[int]]
+        self, target: ej.Target, cache: str | None, prompts: Sequence[Sequence[int]]
     ) -> ej.Target:
         if cache != "int8" or self.calib_prompts is None:
             return dataclasses.replace(target, cache_format=cache)
-        from eaglejax.quant.kv import calibrate_cache
-
-        scales = calibrate_cache(source, prompts)
+        scales = calibrate_cache(target, prompts)
         return dataclasses.replace(target, cache_format="int8-static", cache_scales=scales)
 
 
