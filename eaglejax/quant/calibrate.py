@@ -20,6 +20,9 @@ from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import embedding, grouped_linear, linear
 
+FLOAT = ("post_rotation",)
+"""Matrices of the parameter table that are no learnt weight: a rounded rotation would be none."""
+
 INNER = ".inner"
 """End of the path of a weight that stands inside a wrapper, one that transforms its input first."""
 
@@ -66,7 +69,8 @@ def weight_paths(config: ModelConfig, params: Any) -> list[str]:
 
     A matrix inside a wrapper counts by its own path, ``layers.3.down.inner``.
     """
-    matrices = {path for path, info in leaf_paths(decoder.param_table(config)).items() if len(info.shape) > 1}
+    table = leaf_paths(decoder.param_table(config))
+    matrices = {path for path, info in table.items() if len(info.shape) > 1 and path not in FLOAT}
     return [path for path in leaf_paths(params) if path.removesuffix(INNER) in matrices]
 
 
@@ -106,7 +110,7 @@ def calibrate(target: Target, prompts: Sequence[Sequence[int]], *, width: int = 
     if not texts:
         raise ConfigError("there are no prompts to calibrate with; give some, of the kind that will be asked")
     for n, text in enumerate(texts):
-        _check_prompt(n, text, target)
+        check_prompt(n, text, target)
     width = min(width, max(map(len, texts)))
     chunks = -(-max(map(len, texts)) // width)
     empty = decoder.init_cache(target.config, 1, chunks * width, target.dtype)
@@ -116,7 +120,7 @@ def calibrate(target: Target, prompts: Sequence[Sequence[int]], *, width: int = 
         cache = jax.tree.map(jnp.copy, empty)
         for start in range(0, len(text), width):
             part = text[start : start + width]
-            found, cache = run(target.params, target.config, cache, *_chunk(part, start, width))
+            found, cache = run(target.params, target.config, cache, *chunk(part, start, width))
             for path, (low, high) in jax.device_get(found).items():
                 if path in total:
                     low, high = np.minimum(low, total[path][0]), np.maximum(high, total[path][1])
@@ -130,7 +134,8 @@ def calibrate(target: Target, prompts: Sequence[Sequence[int]], *, width: int = 
     return Statistics(inputs, len(texts), sum(map(len, texts)))
 
 
-def _check_prompt(number: int, text: np.ndarray, target: Target) -> None:
+def check_prompt(number: int, text: np.ndarray, target: Target) -> None:
+    """Refuse a calibration prompt [T] int32 that the target cannot take (RequestError)."""
     if text.ndim != 1 or not 1 <= text.size <= target.context:
         raise RequestError(
             f"calibration prompt {number} has {text.size} tokens; the target takes 1 to {target.context}"
@@ -142,7 +147,7 @@ def _check_prompt(number: int, text: np.ndarray, target: Target) -> None:
         )
 
 
-def _chunk(part: np.ndarray, start: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def chunk(part: np.ndarray, start: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens [1, N], positions [1, N], visible [1, N, N]) of a chunk, filled up to ``width`` tokens.
 
     What fills it up repeats the last token: same id, position and sight. It computes what that token does,

@@ -159,11 +159,8 @@ class Packer:
     nothing and a plan that leaves everything float.
     """
 
-    def __init__(
-        self, config: ModelConfig, plan: Plan, paths: list[str], search: Search | None = None
-    ) -> None:
-        self.config, self.plan, self.search = config, plan, search or plan.search
-        self.paths = frozenset(paths)
+    def __init__(self, config: ModelConfig, plan: Plan, paths: list[str]) -> None:
+        self.config, self.plan, self.paths = config, plan, frozenset(paths)
         plan.check_globs(paths)
         if not any(plan.scheme_of(path) for path in paths):
             raise ConfigError("the plan excludes every weight; nothing would be quantised")
@@ -191,7 +188,7 @@ class Packer:
         return quantize_array(
             leaf,
             scheme,
-            search=self.search,
+            search=self.plan.search,
             transposed=path == "embed",
             smooth=smooth,
             inputs=inputs,
