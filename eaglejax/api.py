@@ -150,8 +150,9 @@ def generate(
     2025). ``on_error``: "raise", or "return" a Generation whose ``error`` says why, so that one bad prompt
     does not cost the others. ``rounds_a_chunk``: rounds between looks at the host (stop strings, streaming).
     ``cache_dtype``: format of the target's keys and values, by name or dtype: "int8", "fp8", "turbo4", ...
-    (see ``KVFormat``; None: the target's dtype); "int8-static" needs ``cache_scales``. Raises ConfigError for
-    options that cannot be and RequestError for a prompt that cannot be served.
+    (see ``KVFormat``; None: what the target's files ask for, else its dtype); ``cache_scales``: for
+    "int8-static", where the target brings none. Raises ConfigError for options that cannot be and
+    RequestError for a prompt that cannot be served.
     """
     if on_error not in ("raise", "return"):
         raise ConfigError(f"on_error is {on_error!r}; it is 'raise' or 'return'")

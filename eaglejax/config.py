@@ -205,7 +205,7 @@ class SpeculativeConfig:
     ``DynamicTree`` counts, ``tree_nodes`` including the root. ``draft_sample``: draw drafts instead of taking
     the likeliest; ``draft_temperature``: at this temperature instead of the row's. ``min_confidence``: draft
     no further below this cumulative probability. ``aux_convention``: what layer ids in the draft's config
-    count. None leaves the method's own default.
+    count. ``kv_cache_dtype``: format of the draft's keys and values. None leaves the method's own default.
     """
 
     method: str
@@ -221,6 +221,7 @@ class SpeculativeConfig:
     draft_temperature: float | None = None
     min_confidence: float | None = None
     aux_convention: str | None = None
+    kv_cache_dtype: str | None = None
 
     def given(self) -> dict[str, Any]:
         """The settings that are not None, without the method."""
@@ -273,6 +274,7 @@ _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "draft_temperature": ("a number", _read_float),
     "min_confidence": ("a number", _read_float),
     "aux_convention": ("a string", _read_str),
+    "kv_cache_dtype": ("a string", _read_str),
 }
 """Key of a speculative config -> what it holds, in words, and how it is read (None: it is not that)."""
 

@@ -49,6 +49,10 @@ class Bench:
     """Wrap plain prompts in the model's chat template; messages and turns always are."""
     dtype: str | None = None
     """Measure in this dtype alone. Default: bfloat16, and on a CPU plain decoding in float32 too."""
+    kv_cache_dtype: str | None = None
+    """Keys and values of the target, as for `eaglejax generate`, in plain decoding and with drafts."""
+    draft_kv_cache_dtype: str | None = None
+    """Keys and values of the draft, as for `eaglejax generate`."""
     profile: bool = False
     """Measure too where a round's time goes (draft, verification, host), on the first prompt."""
     json: bool = False
@@ -61,7 +65,7 @@ class Bench:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be 1 or more")
         rows = read_prompts(self.prompts, prediction_field=self.prediction_field, limit=self.limit)
         with show.status(f"loading {self.target}"):
-            target = ej.load_target(self.target, dtype=self.dtype)
+            target = methods.with_cache(ej.load_target(self.target, dtype=self.dtype), self.kv_cache_dtype)
             proposers = {name: methods.proposer_from(target, config) for name, config in configs.items()}
             reference = float32_beside(target) if self.dtype is None else None
         dtype = target.dtype.name
@@ -118,9 +122,13 @@ class Bench:
                 config = dataclasses.replace(config, model=self.draft)
             if self.aux_convention is not None and "aux_convention" in method.settings:
                 config = dataclasses.replace(config, aux_convention=self.aux_convention)
+            if self.draft_kv_cache_dtype is not None and method.needs_draft:
+                config = dataclasses.replace(config, kv_cache_dtype=self.draft_kv_cache_dtype)
             configs[name] = config
         if self.aux_convention is not None and not any(c.aux_convention for c in configs.values()):
             raise ConfigError(f"none of the methods {', '.join(names)} reads layers by an aux convention")
+        if self.draft_kv_cache_dtype is not None and not any(c.kv_cache_dtype for c in configs.values()):
+            raise ConfigError(f"none of the methods {', '.join(names)} has a draft with a cache")
         for config in configs.values():
             methods.check_config(config)
         return configs
@@ -144,7 +152,8 @@ def float32_beside(target: ej.Target) -> ej.Target | None:
     if not plain_in_float32_too() or 2 * size > machine.memory_bytes():
         return None
     assert target.source is not None
-    return ej.load_target(target.source, dtype="float32", context=target.context)
+    wide = ej.load_target(target.source, dtype="float32", context=target.context)
+    return dataclasses.replace(wide, cache_format=target.cache_format)
 
 
 def reload_in_float32(target: ej.Target) -> ej.Target:
@@ -157,7 +166,8 @@ def reload_in_float32(target: ej.Target) -> ej.Target:
         leaf.delete()
     gc.collect()
     with show.status("loading the same model in float32, for the fastest plain decoding"):
-        return ej.load_target(source, dtype="float32", context=context)
+        wide = ej.load_target(source, dtype="float32", context=context)
+    return dataclasses.replace(wide, cache_format=target.cache_format)
 
 
 class Session:
@@ -195,7 +205,7 @@ class Session:
     ) -> None:
         """Decode ``rows`` with every proposer; ``ar`` is among them. ``reference``: the model in float32, for
         plain decoding too."""
-        tolerance = near_ties.TOLERANCE[target.dtype.name]
+        tolerance = near_ties.tolerance(target)
         for name in proposers:
             self.answers[name] = []
             self._comparisons[name] = near_ties.Comparison(tolerance)

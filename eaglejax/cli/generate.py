@@ -46,6 +46,11 @@ class Generate:
     """Prompts decoded together."""
     dtype: str | None = None
     """bfloat16, float32 or float16, of weights and activations. Default: bfloat16."""
+    kv_cache_dtype: str | None = None
+    """Keys and values of the target: float32, bfloat16, float16, int8, int8-static, fp8, or codes of 4 or 3
+    bits: rotor4, iso4, turbo4, rotor3, iso3, turbo3. Default: what its files ask for, or --dtype."""
+    draft_kv_cache_dtype: str | None = None
+    """Keys and values of the draft, likewise (int8-static apart). Default: the dtype of its weights."""
     speculative_config: str | None = None
     """A JSON object such as {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}."""
     aux_convention: AuxConvention | None = None
@@ -66,7 +71,7 @@ class Generate:
         if self.batch_size < 1:
             raise ConfigError(f"--batch-size is {self.batch_size}; it must be 1 or more")
         with show.status(f"loading {self.target}"):
-            target = ej.load_target(self.target, dtype=self.dtype)
+            target = methods.with_cache(ej.load_target(self.target, dtype=self.dtype), self.kv_cache_dtype)
             proposer = methods.proposer_from(target, config)
         options = {"proposer": proposer, "sampling": sampling, "max_new_tokens": self.max_new_tokens}
         if not self.json and self.prompt is not None:
@@ -90,6 +95,8 @@ class Generate:
             config = dataclasses.replace(config, method=methods.method_for(config.model))
         if self.aux_convention is not None:
             config = dataclasses.replace(config, aux_convention=self.aux_convention)
+        if self.draft_kv_cache_dtype is not None:
+            config = dataclasses.replace(config, kv_cache_dtype=self.draft_kv_cache_dtype)
         methods.check_config(config)
         return config
 

@@ -13,6 +13,7 @@ from eaglejax.checkpoint.eagle_read import AuxConvention, read_draft
 from eaglejax.cli import show, trees
 from eaglejax.config import SpeculativeConfig
 from eaglejax.errors import ConfigError
+from eaglejax.nn.kv_format import kv_format, uncalibrated_format
 
 Build = Callable[[ej.Target, SpeculativeConfig], Any]
 
@@ -42,11 +43,15 @@ def _settings_as(**names: str) -> Callable[[SpeculativeConfig], dict[str, Any]]:
 
 
 _length = _settings_as(num_speculative_tokens="length")
+_decoding = _settings_as(num_speculative_tokens="length", kv_cache_dtype="cache_dtype")
 _lookup = _settings_as(
     num_speculative_tokens="length", prompt_lookup_max="max_ngram", prompt_lookup_min="min_ngram"
 )
 _drafting = _settings_as(
-    draft_sample="sample", draft_temperature="temperature", min_confidence="min_confidence"
+    draft_sample="sample",
+    draft_temperature="temperature",
+    min_confidence="min_confidence",
+    kv_cache_dtype="cache_dtype",
 )
 
 
@@ -70,12 +75,13 @@ def _eagle(version: Literal["auto", "eagle1", "eagle3"], default: trees.Default)
 
 def _draft_model(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
     assert config.model is not None
-    return ej.load_draft_model(config.model, target, **_length(config))
+    return ej.load_draft_model(config.model, target, **_decoding(config))
 
 
 _STATIC = ("num_speculative_tokens", "speculative_token_tree", "draft_sample", "draft_temperature")
 _DYNAMIC = ("tree_depth", "tree_branching", "tree_nodes")
-_ANY_EAGLE = (*_STATIC, *_DYNAMIC, "min_confidence", "aux_convention")
+_EAGLE = ("min_confidence", "kv_cache_dtype")
+_ANY_EAGLE = (*_STATIC, *_DYNAMIC, *_EAGLE, "aux_convention")
 
 METHODS: dict[str, Method] = {
     "ar": Method((), lambda target, config: None),
@@ -88,10 +94,10 @@ METHODS: dict[str, Method] = {
         lambda target, config: ej.Prediction(**_length(config)),
         reads_prediction=True,
     ),
-    "draft_model": Method(("num_speculative_tokens",), _draft_model, needs_draft=True),
+    "draft_model": Method(("num_speculative_tokens", "kv_cache_dtype"), _draft_model, needs_draft=True),
     "eagle": Method(_ANY_EAGLE, _eagle("auto", "dynamic"), needs_draft=True),
-    "eagle1": Method((*_STATIC, "min_confidence"), _eagle("eagle1", "static"), needs_draft=True),
-    "eagle2": Method((*_DYNAMIC, "min_confidence"), _eagle("eagle1", "dynamic"), needs_draft=True),
+    "eagle1": Method((*_STATIC, *_EAGLE), _eagle("eagle1", "static"), needs_draft=True),
+    "eagle2": Method((*_DYNAMIC, *_EAGLE), _eagle("eagle1", "dynamic"), needs_draft=True),
     "eagle3": Method(_ANY_EAGLE, _eagle("eagle3", "dynamic"), needs_draft=True),
 }
 
@@ -124,12 +130,30 @@ def check_config(config: SpeculativeConfig) -> None:
         raise ConfigError(
             f"aux_convention is {config.aux_convention!r}; it is one of {', '.join(get_args(AuxConvention))}"
         )
+    if config.kv_cache_dtype is not None:
+        uncalibrated_format(config.kv_cache_dtype)
     trees.check(config)
 
 
 def _settings(method: Method) -> str:
     names = [*method.settings, *(["model"] if method.needs_draft else [])]
     return ", ".join(names) or "none"
+
+
+def with_cache(target: ej.Target, format: str | None) -> ej.Target:
+    """``target`` with keys and values in ``format``; None: in the one that its files ask for, or its dtype.
+
+    Raises ConfigError for a format that is not known, and for int8-static without calibrated scales.
+    """
+    if format is None:
+        return target
+    form = kv_format(format)
+    if form.static and target.cache_scales is None:
+        raise ConfigError(
+            f"{target.name} brings no scales for an int8-static cache; quantise it with `eaglejax quantize` "
+            "and --calib-prompts, or use int8, whose scales come with the tokens"
+        )
+    return dataclasses.replace(target, cache_format=form.name)
 
 
 def proposer_from(target: ej.Target, config: SpeculativeConfig) -> Any:

@@ -24,10 +24,14 @@ import eaglejax as ej
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.cache import KVCache, advance
-from eaglejax.speculate.generate import power_of_two
+from eaglejax.speculate.generate import cache_form, power_of_two
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.03}
 """Widest near tie, in logits, by the dtype of the computation."""
+
+CODE_TOLERANCE = {8: 0.25, 4: 1.0, 3: 2.0}
+"""Widest near tie, in logits, by the bits of a narrow cache: numbers that differ by rounding may get
+different codes, whose steps are far larger than the difference was."""
 
 WIDTH = 64
 """Tokens a forward, so that the logits of a large vocabulary stay small."""
@@ -61,6 +65,11 @@ class Comparison:
             "largest_flip_gap": max(self.gaps, default=0.0),
             "tie_tolerance": self.tolerance,
         }
+
+
+def tolerance(target: ej.Target) -> float:
+    """The widest near tie of ``target``, by its dtype and its cache."""
+    return max(TOLERANCE[target.dtype.name], CODE_TOLERANCE.get(cache_form(target)[0].bits, 0.0))
 
 
 def compare(
@@ -105,7 +114,7 @@ def score(
     tokens = [*prompt, *answer]
     ask = tokens[1:]
     capacity = power_of_two(len(ask) + WIDTH, WIDTH)
-    cache = decoder.init_cache(target.config, 1, capacity, target.dtype)
+    cache = decoder.init_cache(target.config, 1, capacity, *cache_form(target))
     columns: list[Any] = []
     for begin in range(0, len(ask), WIDTH):
         count = min(WIDTH, len(ask) - begin)

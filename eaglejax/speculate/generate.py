@@ -19,7 +19,7 @@ from eaglejax import sampling
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
-from eaglejax.nn.kv_format import kv_format
+from eaglejax.nn.kv_format import KVFormat, kv_format
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import metrics, round
 from eaglejax.speculate.stops import TextStream
@@ -46,9 +46,10 @@ class DecodeOptions:
     ``method``: "token" or "block" verification (see ``verify``). ``logprobs``: return log-probabilities.
     ``ignore_eos``: go on to the token limit. ``rounds_a_chunk``: rounds between looks at the host (stop
     strings, streaming). ``prefill_width``: most prompt tokens a forward, rounded up to a power of two.
-    ``cache_dtype``: format of the target's keys and values, by name or dtype (None: the target's dtype; see
-    ``KVFormat``), and ``cache_scales`` what int8-static needs besides. A narrow format makes another target,
-    so to speak, with a law of its own, which drafts leave alone as they do any other. Raises ConfigError.
+    ``cache_dtype``: format of the target's keys and values, by name or dtype, see ``KVFormat`` (None: what
+    the target's files ask for, else its dtype); ``cache_scales``: for int8-static, other scales than the
+    target's own. A narrow cache gives the target another law, which drafts leave alone as they do any law.
+    Raises ConfigError.
     """
 
     method: str = "token"
@@ -101,6 +102,17 @@ class Piece:
     row: int
     text: str
     token_ids: tuple[int, ...]
+
+
+def cache_form(
+    target: Target, options: DecodeOptions = DecodeOptions()
+) -> tuple[KVFormat, CacheScales | None]:
+    """Format and calibrated scales of the target's cache: what is asked for, else what the target's files ask
+    for, else its dtype; int8-static takes the target's scales where none are given."""
+    form = kv_format(options.cache_dtype or target.cache_format or target.dtype)
+    if options.cache_scales is None and form.static:
+        return form, target.cache_scales
+    return form, options.cache_scales
 
 
 def power_of_two(n: int, least: int) -> int:
@@ -237,8 +249,7 @@ class BatchDecoder:
         self._requests = list(requests)
         self._eos = frozenset() if options.ignore_eos else frozenset(target.eos_ids)
         self._rounds_a_chunk = options.rounds_a_chunk
-        self._cache_dtype = kv_format(target.dtype if options.cache_dtype is None else options.cache_dtype)
-        self._cache_scales = options.cache_scales
+        self._cache_dtype, self._cache_scales = cache_form(target, options)
         self._rows = [_Row(r, target.tokenizer, self._eos, options.logprobs) for r in self._requests]
 
         longest = max(len(r.prompt) for r in self._requests)
