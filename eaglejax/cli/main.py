@@ -8,9 +8,11 @@ from typing import Annotated
 
 import tyro
 
+from eaglejax.cli.align import Align
 from eaglejax.cli.bench import Bench
 from eaglejax.cli.convert import Convert
 from eaglejax.cli.demo import Demo
+from eaglejax.cli.diagnose import Diagnose
 from eaglejax.cli.doctor import Doctor
 from eaglejax.cli.features import Features
 from eaglejax.cli.generate import Generate
@@ -29,6 +31,8 @@ Command = (
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Quantize, tyro.conf.subcommand("quantize")]
+    | Annotated[Align, tyro.conf.subcommand("align")]
+    | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
     | Annotated[Regenerate, tyro.conf.subcommand("regenerate")]
     | Annotated[Features, tyro.conf.subcommand("features")]
     | Annotated[Train, tyro.conf.subcommand("train")]

@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "models"), str(TESTS / "drafts" / "eagle")]
+sys.path[:0] = [str(TESTS / name) for name in ("models", "drafts/eagle", "loop", "checkpoint", "cli")]

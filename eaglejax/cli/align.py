@@ -1,0 +1,109 @@
+"""``eaglejax align``: a draft of the original model, for its rotated self."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+import eaglejax as ej
+from eaglejax.checkpoint.eagle import draft_folder
+from eaglejax.checkpoint.eagle_read import AuxConvention, read_draft
+from eaglejax.checkpoint.eagle_write import FormName
+from eaglejax.cli import show
+from eaglejax.cli.diagnose import PROMPTS, written_texts
+from eaglejax.errors import ConfigError
+from eaglejax.quant.align_file import align_file, write_aligned
+from eaglejax.quant.basis import Basis, basis_of
+from eaglejax.quant.diagnose import Pair
+from eaglejax.quant.recover import recover_basis
+
+
+@dataclasses.dataclass(frozen=True)
+class Align:
+    """Write a draft that reads a rotated target as it read the original one."""
+
+    draft: Annotated[str, tyro.conf.arg(aliases=["--draft-model-path"])]
+    """The draft, made for the original model: a folder or a Hub id."""
+    target: Annotated[str, tyro.conf.arg(aliases=["--target-model-path"])]
+    """The rotated model."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["--output-dir"])]
+    """New folder for the aligned draft."""
+    original_target: str | None = None
+    """The model before the rotation: the embedding and the head that the draft borrows are taken from it. For
+    --method procrustes it is needed."""
+    method: Literal["export", "procrustes"] = "export"
+    """Whence the rotation comes: the target's export, or a fit of its embedding to the original's."""
+    form: FormName = "eaglejax"
+    """Form of the aligned checkpoint, as in `convert`."""
+    check: bool = False
+    """Measure, on texts that the target writes, what the draft guesses right before and after."""
+    aux_convention: AuxConvention = "auto"
+    """What layer ids in the draft's config count: hidden-state boundaries, or blocks (their output is
+    meant)."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else there."""
+
+    def run(self) -> int:
+        """The command. Exit status 1 when --check finds the aligned draft no better than before."""
+        file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention)
+        with show.status(f"loading {self.target}"):
+            target = ej.load_target(self.target, dtype="float32")
+            original = None
+            if self.original_target is not None:
+                original = ej.load_target(self.original_target, dtype="float32")
+        basis, error = self._basis(target, original)
+        aligned = align_file(file, target, basis, original=original)
+        notes = [*file.notes, *aligned.notes, *write_aligned(self.out, aligned, file, to=self.form)]
+        report: dict[str, Any] = {
+            "output": str(self.out),
+            "basis": basis.id,
+            "method": self.method,
+            "error": error,
+            "notes": notes,
+            "check": self._check(target) if self.check else None,
+        }
+        if self.json:
+            show.print_json(report)
+        else:
+            for note in notes:
+                show.print_note(note)
+            if error is not None:
+                show.print_note(f"the rotation was recovered; it leaves {error:.2%} of the embedding")
+            if report["check"]:
+                before, after = report["check"]["before"], report["check"]["after"]
+                show.print_note(f"drafts right in a row: {before:.2f} before, {after:.2f} after")
+            show.print_note(f"{self.out} now holds the draft, aligned to basis {basis.id}")
+        return 0 if report["check"] is None or report["check"]["better"] else 1
+
+    def _basis(self, target: ej.Target, original: ej.Target | None) -> tuple[Basis, float | None]:
+        """(basis, error of its recovery or None)."""
+        if self.method == "procrustes":
+            if original is None:
+                raise ConfigError(
+                    "--method procrustes fits the rotation to --original-target; name that model"
+                )
+            recovered = recover_basis(original, target)
+            return recovered.basis, recovered.error
+        basis = basis_of(target)
+        if basis is None:
+            raise ConfigError(
+                f"{self.target} exports no rotation: it is not rotated, or its tool kept the matrix. In the "
+                "second case recover it with --method procrustes --original-target T0"
+            )
+        if basis.gamma is None and original is not None:
+            # Other tools export the matrix alone; the weight that was folded is in the original.
+            return dataclasses.replace(basis, gamma=recover_basis(original, target).basis.gamma), None
+        return basis, None
+
+    def _check(self, target: ej.Target) -> dict[str, Any]:
+        """Drafts accepted a round before and after, on the same texts."""
+        texts = written_texts(target, PROMPTS, max_new_tokens=64)
+        text = next(iter(texts.values()))
+        before, after = (
+            Pair(target, read_draft(folder, aux_convention=convention), {"check": text}).base
+            for folder, convention in ((draft_folder(self.draft), self.aux_convention), (self.out, "auto"))
+        )
+        return {"before": before.length, "after": after.length, "better": after.beats(before)}

@@ -1,0 +1,134 @@
+"""From a rotated folder on disk to an accepted draft, by the commands that the refusals name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from tiny_draft import EAGLE3, write_eagle
+from tiny_model import HIDDEN, write_model
+
+import eaglejax as ej
+from eaglejax.checkpoint.eagle_read import read_draft
+from eaglejax.checkpoint.quant_write import write_quantized
+from eaglejax.cli.main import main
+from eaglejax.quant.rotate import Rotation, rotate_target
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """original, rotated, silent (rotated, matrix kept by the tool) and draft."""
+    at = tmp_path_factory.mktemp("rotation")
+    write_model(at / "original")
+    original = ej.load_target(at / "original", dtype="float32")
+    turned = rotate_target(original, Rotation("hadamard", HIDDEN, seed=1))
+    write_quantized(turned, at / "rotated")
+    write_quantized(dataclasses.replace(turned, basis=None, rotation=None), at / "silent")
+    write_eagle(at / "draft", dataclasses.replace(EAGLE3, own_embedding=True))
+    return {name: str(at / name) for name in ("original", "rotated", "silent", "draft")}
+
+
+@pytest.fixture
+def run(capfd):
+    def call(*argv):
+        capfd.readouterr()
+        status = main([str(a) for a in argv])
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return call
+
+
+def generate(run, target, draft):
+    status, out, err = run(
+        *("generate", "--target", target, "--draft", draft, "--prompt", "abcabc", "--json"),
+        *(
+            "--dtype",
+            "float32",
+            "--max-new-tokens",
+            6,
+            "--speculative-config",
+            '{"num_speculative_tokens": 2}',
+        ),
+    )
+    return status, json.loads(out) if status == 0 else None, err
+
+
+def test_the_refusal_names_the_command_that_helps(run, folders, tmp_path):
+    status, _, err = generate(run, folders["rotated"], folders["draft"])
+    assert status == 2
+    assert f"eaglejax align --draft {folders['draft']} --target {folders['rotated']} --out" in " ".join(
+        err.split()
+    )
+    status, out, err = run(
+        *("align", "--draft", folders["draft"], "--target", folders["rotated"]),
+        *("--out", tmp_path / "aligned", "--json"),
+    )
+    assert status == 0, err
+    report = json.loads(out)
+    assert report["basis"] == read_draft(tmp_path / "aligned").config.basis
+    assert report["error"] is None
+    status, value, err = generate(run, folders["rotated"], tmp_path / "aligned")
+    assert status == 0, err
+    assert value["stats"]["num_draft_tokens"] > 0
+    _, plain, _ = generate(run, folders["original"], folders["draft"])
+    assert value["token_ids"] == plain["token_ids"]
+    assert value["stats"]["num_accepted_tokens"] == plain["stats"]["num_accepted_tokens"]
+    status, _, err = run(
+        *(
+            "align",
+            "--draft",
+            tmp_path / "aligned",
+            "--target",
+            folders["rotated"],
+            "--out",
+            tmp_path / "twice",
+        )
+    )
+    assert status == 2
+    assert "aligned already" in err
+
+
+def test_without_an_export_the_rotation_is_recovered_from_the_original(run, folders, tmp_path):
+    """By the articles' flag names."""
+    asked = ("align", "--draft-model-path", folders["draft"], "--target-model-path", folders["silent"])
+    status, _, err = run(*asked, "--output-dir", tmp_path / "out")
+    assert status == 2
+    assert "exports no rotation" in err
+    status, _, err = run(*asked, "--output-dir", tmp_path / "out", "--method", "procrustes")
+    assert status == 2
+    assert "--original-target" in err
+    status, out, err = run(
+        *(*asked, "--output-dir", tmp_path / "out", "--method", "procrustes"),
+        *("--original-target", folders["original"], "--json"),
+    )
+    assert status == 0, err
+    assert 0 < json.loads(out)["error"] < 0.01
+    status, _, err = generate(run, folders["silent"], folders["draft"])
+    assert status == 2
+    assert "rotated without saying so" in err
+    status, _, err = generate(run, folders["silent"], tmp_path / "out")
+    assert status == 0, err
+
+
+def test_diagnose_prints_a_verdict_a_test_and_finds_the_basis(run, folders, rows):
+    asked = ("diagnose", "--draft", folders["draft"], "--json", "--dtype", "float32", "--max-new-tokens", 8)
+    status, out, err = run(*asked, "--target", folders["silent"], "--prompts", rows)
+    assert status == 1, err
+    report = json.loads(out)
+    assert report["faults"] == ["basis"]
+    assert {t["test"] for t in report["tests"]} == {
+        *("tokenizer", "aux_layers", "basis", "positions", "vocabulary", "template", "norms")
+    }
+    assert report["decoded"]["num_drafts"] > 0
+    assert len(report["measured"]["chat"]["rates"]) == 3
+    assert np.all(np.diff(report["measured"]["plain"]["rates"]) <= 0)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in ("abcabc", "xyz")) + "\n")
+    return path

@@ -1,0 +1,238 @@
+"""Each fault of a pair is found by its own test and by no other, on a tiny pair into which it was planted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+from tiny_model import TEMPLATE, byte_tokenizer
+
+from eaglejax.checkpoint.eagle_read import read_draft
+from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
+from eaglejax.checkpoint.tokenizer import load_tokenizer
+from eaglejax.drafts.autoregressive import Autoregressive
+from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.tree import chain
+from eaglejax.errors import RequestError
+from eaglejax.quant import diagnose as tests
+from eaglejax.quant.align_file import align_file, write_aligned
+from eaglejax.quant.diagnose import Pair, diagnose
+from eaglejax.quant.measure import Acceptance, Features, Texts, acceptance, guesses
+from eaglejax.quant.rotate import Rotation, rotate_target
+
+H, V = 16, 24
+
+
+@functools.cache
+def texts() -> Texts:
+    rows = [(p, t[len(p) :]) for p, t in zip(tiny_pair.PROMPTS, tiny_pair.texts(), strict=True)]
+    return Texts.of(rows)
+
+
+@functools.cache
+def rotated():
+    return rotate_target(tiny_pair.target(), Rotation("random", H, seed=4))
+
+
+def folder(at: Path, which: str = "eagle3", *, own_embedding: bool = False, head=None, **changes) -> Path:
+    """The trained draft as a checkpoint, perhaps with a changed head or setting."""
+    config, params = tiny_pair.draft(which)
+    weights = dict(params.weights)
+    if own_embedding:
+        weights["embed"], changes = tiny_pair.target().params["embed"], changes | {"own_embedding": True}
+    if head is not None:
+        weights["head"] = head(weights["head"])
+    config = dataclasses.replace(config, **changes)
+    write_draft(at, config, tensors_of_weights(config, weights), None, to="eaglejax")
+    return at
+
+
+def verdicts(report) -> dict[str, str]:
+    return {f.test: f.verdict for f in report.findings}
+
+
+def test_measured_acceptance_is_what_decoding_accepts(tmp_path):
+    """The rate at every place of the text against rounds of a chain that really ran."""
+    config, params = tiny_pair.draft("eagle3")
+    tokens, trace = tiny_pair.decode(tiny_pair.target(), Eagle(config, chain(3)), params)
+    seen = Features.of(tiny_pair.target(), texts()).read(config)
+    drafted = guesses(config, params, seen, texts(), 3)
+    for row, (prompt, counts) in enumerate(zip(tiny_pair.PROMPTS, trace, strict=True)):
+        root = len(prompt)  # the first answered token
+        for count in counts[1:-1]:
+            truth = texts().tokens[row, root + 1 : root + 4]
+            right = (drafted[:, row, root - 1] == truth).cumprod().sum()
+            assert right + 1 == count
+            root += count
+    assert tokens[0] == list(texts().tokens[0, len(tiny_pair.PROMPTS[0]) :])
+    with pytest.raises(RequestError, match="no answer is longer"):
+        acceptance(drafted, dataclasses.replace(texts(), lengths=texts().prompts + 1), None)
+
+
+def test_a_sound_pair_has_no_fault(tmp_path):
+    for which in tiny_pair.VERSIONS:
+        report = diagnose(tiny_pair.target(), read_draft(folder(tmp_path / which, which)), {"plain": texts()})
+        assert report.measured["plain"].rates[0] > 0.7
+        want = dict.fromkeys(("aux_layers", "basis", "positions", "vocabulary", "norms"), "pass")
+        assert verdicts(report) == want | {"tokenizer": "unknown", "template": "unknown"}
+
+
+def plant_aux_order(at):
+    return tiny_pair.target(), read_draft(folder(at), aux=(3, 1, 2))
+
+
+def plant_moved_features(at):
+    """Trained with each token beside the feature of the token after it."""
+    config, params = tiny_pair.train(
+        tiny_pair.config("eagle3"), tiny_pair.target(), np.asarray(tiny_pair.texts()), shift=1
+    )
+    write_draft(at, config, tensors_of_weights(config, params.weights), None, to="eaglejax")
+    return tiny_pair.target(), read_draft(at)
+
+
+def plant_rotation(at):
+    return rotated(), read_draft(folder(at))
+
+
+def plant_silent_rotation(at):
+    return dataclasses.replace(rotated(), basis=None, rotation=None), read_draft(
+        folder(at, own_embedding=True)
+    )
+
+
+def plant_second_alignment(at):
+    """Aligned, its record taken out, and aligned once more."""
+    for n in range(2):
+        file = read_draft(folder(at / "0") if n == 0 else at / "1")
+        write_aligned(at / str(n + 1), align_file(file, rotated(), rotated().rotation), file)
+        if n == 0:
+            config = json.loads((at / "1/config.json").read_text())
+            del config["eaglejax"]["basis"]
+            (at / "1/config.json").write_text(json.dumps(config))
+    return rotated(), read_draft(at / "2")
+
+
+def plant_permuted_vocabulary(at):
+    order = np.random.default_rng(0).permutation(V)
+    return tiny_pair.target(), read_draft(folder(at, head=lambda head: head[:, order]))
+
+
+def plant_norm(at):
+    flipped = not tiny_pair.config("eagle3").norm_before_residual
+    return tiny_pair.target(), read_draft(folder(at, norm_before_residual=flipped))
+
+
+PLANTS = {
+    "aux_layers": [plant_aux_order],
+    "positions": [plant_moved_features],
+    "basis": [plant_rotation, plant_silent_rotation, plant_second_alignment],
+    "vocabulary": [plant_permuted_vocabulary],
+    "norms": [plant_norm],
+}
+
+
+@pytest.mark.parametrize(
+    ("test", "plant"),
+    [(t, p) for t, plants in PLANTS.items() for p in plants],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_planted_fault_is_found_by_its_own_test(test, plant, tmp_path):
+    target, file = plant(tmp_path / "draft")
+    report = diagnose(target, file, {"plain": texts()})
+    assert report.measured["plain"].rates[0] < 0.5, "the fault costs nothing here"
+    assert [f.test for f in report.faults] == [test], report.findings
+    assert report.faults[0].remedy
+
+
+def test_a_rotation_is_mended_by_the_command_that_is_named(tmp_path):
+    target, file = plant_rotation(tmp_path / "draft")
+    found = diagnose(target, file, {"plain": texts()}).faults[0]
+    assert f"eaglejax align --draft {file.path} --target" in found.remedy
+    out = tmp_path / "aligned"
+    write_aligned(out, align_file(file, target, target.rotation), file)
+    assert not diagnose(target, read_draft(out), {"plain": texts()}).faults
+
+
+def test_another_tokenizer_is_found_in_the_drafts_folder(tmp_path):
+    def tokenizer(at, extra=()):
+        at.mkdir(parents=True, exist_ok=True)
+        backend = byte_tokenizer()
+        backend.add_tokens(list(extra))
+        backend.save(str(at / "tokenizer.json"))
+        (at / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": "<|endoftext|>", "chat_template": TEMPLATE})
+        )
+        return load_tokenizer(at)
+
+    draft = folder(tmp_path / "draft")
+    target = dataclasses.replace(tiny_pair.target(), tokenizer=tokenizer(tmp_path / "target"))
+    assert tests.tokenizer(target, read_draft(draft)).verdict == "unknown"
+    tokenizer(draft)
+    assert tests.tokenizer(target, read_draft(draft)).verdict == "pass"
+    tokenizer(draft, extra=["<other>"])
+    found = tests.tokenizer(target, read_draft(draft))
+    assert found.verdict == "fail"
+    assert "'<other>' to the draft and None to the target" in found.evidence
+
+
+def test_another_template_is_found_in_the_folder_or_by_what_suits_the_draft(tmp_path):
+    """The draft knows its texts by heart; as "chat" prompts it meets texts that it has never seen."""
+    prompts = [[(7 * i + 5 * j + 2) % V for j in range(5)] for i in range(6)]
+    answers, _ = tiny_pair.decode(tiny_pair.target(), Autoregressive(), None, prompts)
+    strange = Texts.of(list(zip(prompts, answers, strict=True)))
+    draft = folder(tmp_path / "draft")
+    pair = Pair(tiny_pair.target(), read_draft(draft), {"chat": strange, "plain": texts()})
+    found = tests.template(pair)
+    assert found.verdict == "fail"
+    assert found.evidence.startswith("on plain prompts")
+    usual = Pair(tiny_pair.target(), read_draft(draft), {"plain": texts(), "chat": strange})
+    assert tests.template(usual).verdict == "pass"
+
+    @dataclasses.dataclass
+    class Template:
+        chat_template: str
+
+    for shipped, verdict in ((TEMPLATE, "pass"), ("{{ messages }}", "fail")):
+        (draft / "tokenizer_config.json").write_text(json.dumps({"chat_template": shipped}))
+        usual.target = dataclasses.replace(usual.target, tokenizer=Template(TEMPLATE))
+        assert tests.template(usual).verdict == verdict
+
+
+def test_numbers_that_no_dtype_holds_are_found(tmp_path):
+    at = folder(tmp_path / "nan", head=lambda head: head.at[0, 0].set(jnp.nan))
+    pair = Pair(tiny_pair.target(), read_draft(at), {"plain": texts()})
+    found = tests.norms(pair)
+    assert (found.verdict, found.evidence) == ("fail", "head holds NaN or infinite numbers")
+    pair = Pair(tiny_pair.target(), read_draft(folder(tmp_path / "half")), {"plain": texts()})
+    pair.params = dataclasses.replace(
+        pair.params, weights=jax.tree.map(lambda x: x.astype(jnp.float16), pair.params.weights)
+    )
+    pair.features = dataclasses.replace(pair.features, boundary=pair.features.boundary * 1e6)
+    assert "overflow float16" in tests.norms(pair).evidence
+
+
+def test_a_vocabulary_that_leaves_out_the_text_is_found_by_count(tmp_path):
+    config, params = tiny_pair.draft("eagle3")
+    rare = np.argsort(np.bincount(texts().tokens.ravel(), minlength=V), kind="stable")[:8]
+    ids = np.sort(rare)
+    config = dataclasses.replace(config, draft_vocab_size=8)
+    weights = params.weights | {"head": params.weights["head"][:, ids]}
+    write_draft(tmp_path / "d", config, tensors_of_weights(config, weights), ids, to="eaglejax")
+    pair = Pair(tiny_pair.target(), read_draft(tmp_path / "d"), {"plain": texts()})
+    found = tests.vocabulary(pair)
+    assert found.verdict == "fail"
+    assert "8 of 24 ids hold" in found.evidence
+
+
+def test_better_means_better_beyond_chance():
+    few, many = (0.5, 0.3), (0.35, 0.2)
+    assert Acceptance(few, 200).beats(Acceptance((0.2, 0.1), 200))
+    assert not Acceptance(few, 30).beats(Acceptance(many, 30))
+    assert not Acceptance((0.5, 0.1), 10_000).beats(Acceptance((0.35, 0.25), 10_000))
