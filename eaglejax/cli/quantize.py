@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from eaglejax.cli import show
 from eaglejax.config import BadRow, read_prompts
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
+from eaglejax.models.config import ModelConfig
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.calibrate import calibrate
 from eaglejax.quant.kv import calibrate_cache
@@ -198,28 +200,28 @@ class Quantize:
         return dataclasses.replace(target, cache_format="int8-static", cache_scales=scales)
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def _outputs(params: Any, config: ModelConfig, tokens: jax.Array, cache: Any) -> tuple[jax.Array, jax.Array]:
+    """(outputs of all layers [N, L, H] f32, logits [N, V]) of one prompt."""
+    n, layers = tokens.shape[1], tuple(range(1, config.num_layers + 1))
+    visible = jnp.tril(jnp.ones((1, n, n), bool))
+    positions = jnp.arange(n, dtype=jnp.int32)[None]
+    out = decoder.forward(params, config, tokens, positions, cache, visible, aux=layers)
+    assert out.aux is not None
+    return out.aux[0].astype(jnp.float32), decoder.unembed(params, config, out.hidden)[0]
+
+
 def layer_errors(before: ej.Target, after: ej.Target, prompt: Sequence[int]) -> dict[str, Any]:
     """How far the layers' outputs moved on ``prompt``: ``layers``, one number each, and ``logits``.
 
     Each is the root mean square over tokens of |difference| / |output before|, so that no token of large
     magnitude speaks for all. Both targets are in the same basis.
     """
-    layers = tuple(range(1, before.config.num_layers + 1))
     tokens = jnp.asarray([list(prompt)], jnp.int32)
 
     def outputs(target: ej.Target) -> tuple[np.ndarray, np.ndarray]:
-        n = tokens.shape[1]
-        cache = decoder.init_cache(target.config, 1, n, target.dtype)
-        visible = jnp.tril(jnp.ones((1, n, n), bool))
-        positions = jnp.arange(n, dtype=jnp.int32)[None]
-
-        @jax.jit
-        def run(params: Any, cache: Any) -> tuple[jax.Array, jax.Array]:
-            out = decoder.forward(params, target.config, tokens, positions, cache, visible, aux=layers)
-            assert out.aux is not None
-            return out.aux[0].astype(jnp.float32), decoder.unembed(params, target.config, out.hidden)[0]
-
-        return jax.device_get(run(target.params, cache))
+        cache = decoder.init_cache(target.config, 1, tokens.shape[1], target.dtype)
+        return jax.device_get(_outputs(target.params, target.config, tokens, cache))
 
     (x, logits), (y, moved) = outputs(before), outputs(after)
 

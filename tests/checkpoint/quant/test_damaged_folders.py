@@ -414,5 +414,5 @@ def test_experts_quantised_in_part(tmp_path):
 
 def test_a_layout_that_is_not_read_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(CheckpointError, match="quantised by 'gptq'.*modelslim or compressed-tensors"):
+    with pytest.raises(CheckpointError, match=r"quantised by 'gptq'.*modelslim or compressed-tensors"):
         quantized_form(tmp_path)

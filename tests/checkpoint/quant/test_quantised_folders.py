@@ -328,7 +328,7 @@ class TestWriting:
         target = tiny.make_target("mistral")
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "notes.txt").write_text("mine")
-        with pytest.raises(ConfigError, match="not empty.*--overwrite"):
+        with pytest.raises(ConfigError, match=r"not empty.*--overwrite"):
             write(target, tmp_path / "out", "eaglejax")
         assert [p.name for p in tmp_path.iterdir()] == ["out"]
         write(target, tmp_path / "out", "eaglejax", overwrite=True)
