@@ -65,10 +65,12 @@ def fuse(adapter: DeviceAdapter, spec: EagleSpec, draft: Draft, features: torch.
     if draft.target_maps:
         maps = zip(parts, draft.target_maps, strict=True)
         parts = [x if m is None else linear(adapter, x, m) for x, m in maps]
+    weights = draft.weights
+    if spec.feature_map:
+        parts = [linear(adapter, x.float(), weights["feature_map"]) for x in parts]
     parts = [x.to(draft.dtype) for x in parts]
     if spec.version == 1:
         return parts[0]
-    weights = draft.weights
     if spec.aux_norm == "each":
         parts = [rms_norm(x, weights["aux_norm"][i], spec.norm_eps) for i, x in enumerate(parts)]
     joined = torch.cat(parts, -1)

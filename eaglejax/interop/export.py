@@ -40,7 +40,7 @@ _EAGLE_FIELDS = {
     *("num_heads", "num_kv_heads", "head_dim", "num_layers", "num_aux", "aux", "norm_eps", "rope"),
     *("activation", "aux_norm", "norm_before_residual", "head_norm", "feed_normed", "fc_bias", "qkv_bias"),
     *("o_bias", "qk_norm", "own_embedding", "own_head", "target_rows", "windows", "embed_scale", "softcap"),
-    *("num_experts", "experts_per_token", "moe_intermediate_size", "attention"),
+    *("num_experts", "experts_per_token", "moe_intermediate_size", "basis", "feature_map", "attention"),
 }
 """The same for EagleConfig."""
 

@@ -87,6 +87,7 @@ class EagleSpec:
     windows: tuple[int | None, ...]
     rope: RopeSpec
     tied: bool
+    feature_map: bool = False
     moe: MoeSpec | None = None
 
 

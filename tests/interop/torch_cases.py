@@ -44,7 +44,14 @@ CONFIGS: dict[str, ModelConfig] = {
     name: dataclasses.replace(LLAMA, **changes)
     for name, changes in {
         "llama3": {"rope": LLAMA3_ROPE, "tie_embeddings": True},
-        "llama_biased": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "rope": YARN},
+        "llama_biased": {
+            "qkv_bias": True,
+            "o_bias": True,
+            "mlp_bias": True,
+            "rope": dataclasses.replace(YARN, rotary_fraction=0.5),
+            "window": 5,
+            "sliding": (False, True),
+        },
         "mistral": {"window": 5, "sliding": (True, True), "rope": LONG},
         "mixtral": {"moe": MoeConfig(4, 2, 20, softmax_first=False, normalize=False), "sparse": (True, True)},
         "qwen2": {"qkv_bias": True, "window": 5, "sliding": (False, True)},
@@ -68,7 +75,7 @@ CONFIGS: dict[str, ModelConfig] = {
             "final_softcap": 4.0,
             "tie_embeddings": True,
         },
-        "partial_rotary": {"rope": RopeConfig(rotary_fraction=0.5), "activation": "gelu"},
+        "yarn": {"rope": YARN, "activation": "gelu"},
         "rotated": {"qk_rotation": True, "post_rotation": True, "sandwich_norms": True},
     }.items()
 }
@@ -81,10 +88,8 @@ def randomize(table: Any, seed: int, scale: float) -> Any:
 
     def one(info: pytree.ArrayInfo) -> jax.Array:
         if len(info.shape) == 1:
-            return jnp.asarray(
-                np.asarray(info.init(None, info.shape, np.float32)) + rng.normal(0, 0.2, info.shape),
-                info.dtype,
-            )
+            around = np.asarray(info.init(None, info.shape, np.float32))
+            return jnp.asarray(around + rng.normal(0, 0.2, info.shape), info.dtype)
         return jnp.asarray(rng.normal(0, scale * info.shape[-2] ** -0.5, info.shape), info.dtype)
 
     return jax.tree.unflatten(tree, [one(x) for x in leaves])
