@@ -26,6 +26,9 @@ from eaglejax.train.losses import Loss, Teacher, acceptance, balance, masked_los
 
 Algorithm = Literal["eagle3", "eagle1", "hass"]
 
+_KEPT_LOGITS = 1 << 29
+"""Bytes of float32 draft logits that an update may hold between its two passes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
@@ -296,5 +299,7 @@ def _step_loss(
         return value, jax.lax.stop_gradient(log_q)
 
     with jax.named_scope(f"loss_{step}"):
-        # Logits over the vocabulary are the largest array of a step: they are computed again, not kept.
-        return jax.checkpoint(score)(params, state)
+        # Logits over the vocabulary are the largest arrays of an update. Where they are too large to be kept
+        # for the backward pass, they are computed again there, for a third more of the head's work.
+        kept = 4 * objective.steps * state.shape[0] * state.shape[1] * config.draft_vocab_size
+        return (score if kept <= _KEPT_LOGITS else jax.checkpoint(score))(params, state)

@@ -15,6 +15,7 @@ from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_model import EagleParams, init_eagle
 from eaglejax.drafts.eagle_unroll import unroll
 from eaglejax.errors import ConfigError
+from eaglejax.train import objectives
 from eaglejax.train.batch import Batch, row_mask, shift
 from eaglejax.train.objectives import Head, Objective, objective_loss, trained_rows
 
@@ -221,6 +222,27 @@ def test_packed_documents_train_as_separate_ones(draft):
         found = gradient(other)
         for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_logits_computed_again_give_the_gradient_of_logits_that_were_kept(draft, one_document, monkeypatch):
+    config, params = draft
+    objective = Objective(steps=2, out_of_vocabulary="keep")
+    rows = trained_rows(objective, HEAD, one_document)
+
+    def loss(weights):
+        found = params.replace(weights=weights)
+        return objective_loss(found, config, objective, HEAD, one_document, rows)[0]
+
+    remade = []
+    real = jax.checkpoint
+    monkeypatch.setattr(objectives.jax, "checkpoint", lambda f: remade.append(f) or real(f))
+    kept = jax.jit(jax.grad(loss))(params.weights)
+    assert not remade
+    monkeypatch.setattr(objectives, "_KEPT_LOGITS", 0)
+    again = jax.jit(jax.grad(lambda w: loss(w)))(params.weights)
+    assert len(remade) == objective.steps
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_a_wrong_prediction_does_not_change_what_later_steps_are_fed(draft, one_document):
