@@ -44,8 +44,8 @@ class BlobWriter:
 
     def add_array(self, name: str, array: np.ndarray) -> None:
         """Append a NumPy array (those of ``ml_dtypes`` too)."""
-        array = np.ascontiguousarray(array)
-        self.add(name, array.reshape(-1).view(np.uint8).data, array.dtype.name, array.shape)
+        flat = np.ascontiguousarray(array).reshape(-1)
+        self.add(name, flat.view(np.uint8).data, array.dtype.name, array.shape)
 
     def _append(self, data: Any) -> None:
         self._file.write(data)

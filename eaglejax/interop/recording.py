@@ -99,6 +99,7 @@ def recording(
     out.parent.mkdir(parents=True, exist_ok=True)
     # Beside the result, so that finishing is a rename.
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    folder.chmod(0o755)
     try:
         with write_blob(folder / "records.bin") as blob:
             recorder = Recorder(blob, options)

@@ -1,14 +1,22 @@
-"""A tiny target with an EAGLE-3 and an EAGLE-1 draft for the parity tests, and the command's run."""
+"""A tiny target with an EAGLE-3 and an EAGLE-1 draft for the parity tests, and one recording for all."""
 
+import contextlib
+import dataclasses
+import functools
+import io
 import json
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
 from tiny_model import HIDDEN, VOCAB, write_model
 
 from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
+from eaglejax.cli.main import main
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.interop.bundle import Bundle
 
 SHAPE = {
     "vocab_size": VOCAB,
@@ -48,3 +56,51 @@ def write_pair(folder, config, *, layers=2):
 def write_prompts(path, *prompts):
     path.write_text("".join(json.dumps({"id": f"p{i}", "prompt": p}) + "\n" for i, p in enumerate(prompts)))
     return str(path)
+
+
+PROMPTS = ("hello there", "abc")
+ROUNDS = 2
+TOKENS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """The EAGLE-3 pair in float32, compared with torch-cpu and recorded.
+
+    ``folder`` holds ``target``, ``draft``, ``prompts.jsonl``, and the weights beside the bundle. ``status``,
+    ``report``: of the command.
+    """
+
+    folder: Path
+    status: int
+    report: dict
+
+    @property
+    def path(self):
+        return self.folder / "bundle"
+
+    @property
+    def weights(self):
+        return self.folder / "weights.bin"
+
+    def open(self):
+        return Bundle(self.path, weights=self.weights)
+
+
+_FOLDERS = []
+
+
+@functools.cache
+def recorded():
+    """Made once a process."""
+    _FOLDERS.append(tempfile.TemporaryDirectory())
+    folder = Path(_FOLDERS[-1].name)
+    target, draft = write_pair(folder, EAGLE3)
+    prompts = write_prompts(folder / "prompts.jsonl", *PROMPTS)
+    argv = ["parity", "--target", target, "--draft", draft, "--prompts", prompts, "--json"]
+    argv += ["--max-new-tokens", str(TOKENS), "--speculative-config", TREE3, "--backend", "torch-cpu"]
+    argv += ["--record", str(folder / "bundle"), "--record-rounds", str(ROUNDS)]
+    argv += ["--weights", str(folder / "weights.bin")]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = main(argv)
+    return Recording(folder, status, json.loads(out.getvalue()))

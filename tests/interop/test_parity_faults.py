@@ -7,36 +7,21 @@ import json
 import numpy as np
 import pytest
 import torch
-from parity_tools import EAGLE1, EAGLE3, TREE1, TREE3, write_pair, write_prompts
+from parity_tools import EAGLE1, TREE1, recorded, write_pair, write_prompts
+from safetensors.numpy import load_file, save_file
 
 from eaglejax.cli.main import main
 from eaglejax.interop import decoder, runner
-from eaglejax.interop.bundle import Bundle
 from eaglejax.interop.check import Checker, Prompt
 from eaglejax.interop.limits import LimitError
-from eaglejax.interop.replay import about_bundle, compare, isolate
+from eaglejax.interop.replay import about_bundle, compare, isolate, open_bundle
 from eaglejax.interop.torch_cpu import TorchCPU
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny operations are slower on several threads, and much slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def eagle3(tmp_path_factory):
-    """A recording of an EAGLE-3 pair in float32, of which the first prompt's first two rounds are whole."""
-    folder = tmp_path_factory.mktemp("eagle3")
-    target, draft = write_pair(folder, EAGLE3)
-    prompts = write_prompts(folder / "prompts.jsonl", "hello there", "abc")
-    argv = ["--target", target, "--draft", draft, "--prompts", prompts, "--max-new-tokens", "8"]
-    argv += ["--speculative-config", TREE3, "--record", str(folder / "bundle")]
-    assert main(["parity", *argv, "--backend", "torch-cpu", "--json"]) == 0
-    return Bundle(folder / "bundle")
+def eagle3():
+    """A recording of an EAGLE-3 pair in float32, of which each prompt's first two rounds are whole."""
+    return recorded().open()
 
 
 def report(bundle, *, target=None, draft=None, adapter=None):
@@ -295,8 +280,6 @@ class Noisy(TorchCPU):
 def test_a_near_tie_is_no_fault(tmp_path, capfd):
     """Tokens come in pairs of almost equal rows of the head, so that rounding decides between the two."""
     target, draft = write_pair(tmp_path, EAGLE1)
-    from safetensors.numpy import load_file, save_file
-
     weights = load_file(f"{target}/model.safetensors")
     head = weights["lm_head.weight"]
     head[1::2] = head[::2] * 1.002
@@ -308,8 +291,6 @@ def test_a_near_tie_is_no_fault(tmp_path, capfd):
     assert main(["parity", *argv, *options, "--record", out, "--backend", "torch-cpu"]) == 0
     assert main(["parity", "--backend", "torch-cpu", "--replay", out, "--json"]) == 0
     capfd.readouterr()
-
-    from eaglejax.interop.replay import open_bundle
 
     with open_bundle(tmp_path / "bundle.zip") as bundle:
         found = report(bundle, adapter=Noisy())
