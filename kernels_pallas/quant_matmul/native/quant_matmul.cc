@@ -53,6 +53,10 @@ constexpr int kLanes = sizeof(Vector) / sizeof(float);
 constexpr int kColumns = kLanes * kVectors;
 typedef int32_t Int32s __attribute__((vector_size(sizeof(Vector))));
 
+// Loops over the rows and vectors of a block are unrolled before sums are given registers. Sums are of the type that
+// the instructions have: GCC keeps an array that is cast in memory and stores it in every step.
+#define KERNEL_UNROLL _Pragma("GCC unroll 8")
+
 constexpr int64_t kExactTerms = 1024;
 // A thread that reads less than this of w costs more to wake than it saves.
 constexpr int64_t kBytesPerThread = 128 << 10;
@@ -165,8 +169,11 @@ Vector multiply_add(float a, Vector b, Vector c) {
 template <Part part, int R>
 inline void add_row(Vector (&sums)[R][kVectors], const int8_t* w, const float* x, int64_t x_stride) {
   Vector wide[kVectors];
+KERNEL_UNROLL
   for (int i = 0; i < kVectors; ++i) wide[i] = widen<part>(w + i * kLanes);
+KERNEL_UNROLL
   for (int r = 0; r < R; ++r) {
+KERNEL_UNROLL
     for (int i = 0; i < kVectors; ++i) sums[r][i] = multiply_add(x[r * x_stride], wide[i], sums[r][i]);
   }
 }
@@ -200,18 +207,23 @@ void float_rows(const Problem& p, const Strip& strip, int64_t row) {
     for (int64_t first = g * size; first < (g + 1) * size; first += unit) {
       Vector unit_sums[R][kVectors] = {};
       float_sums<R, packed>(unit_sums, strip, first, std::min(first + unit, (g + 1) * size), x, x_stride);
+KERNEL_UNROLL
       for (int r = 0; r < R; ++r) {
+KERNEL_UNROLL
         for (int i = 0; i < kVectors; ++i) {
           if (integers) integer_sums[r][i] += to_integers(unit_sums[r][i]);
           sums[r][i] = integers ? to_floats(integer_sums[r][i]) : unit_sums[r][i];
         }
       }
     }
+KERNEL_UNROLL
     for (int i = 0; i < kVectors; ++i) {
       const Vector scale = load(strip.scale + g * strip.scale_stride + i * kLanes);
+KERNEL_UNROLL
       for (int r = 0; r < R; ++r) totals[r][i] += sums[r][i] * scale;
     }
   }
+KERNEL_UNROLL
   for (int r = 0; r < R; ++r) finish_row(p, strip, row + r, totals[r]);
 }
 
@@ -234,20 +246,25 @@ void bfloat16_rows(const Problem& p, const Strip& strip, int64_t row) {
       const int8_t* w = strip.w + (g * size + s) * strip.w_stride;
       // A last row without a partner meets itself and a zero of x.
       const int8_t* next = s + 1 < size ? w + strip.w_stride : w;
+KERNEL_UNROLL
       for (int i = 0; i < kVectors; ++i) {
         const int8_t* at = w + i * kLanes;
         const __m512bh both = packed ? pair(widen<Part::kLow>(at), widen<Part::kHigh>(at))
                                      : pair(widen<Part::kByte>(at), widen<Part::kByte>(next + i * kLanes));
+KERNEL_UNROLL
         for (int r = 0; r < R; ++r) {
           sums[r][i] = _mm512_dpbf16_ps(sums[r][i], both, (__m512bh)_mm512_set1_epi32(x[r * x_stride]));
         }
       }
     }
+KERNEL_UNROLL
     for (int i = 0; i < kVectors; ++i) {
       const Vector scale = load(strip.scale + g * strip.scale_stride + i * kLanes);
+KERNEL_UNROLL
       for (int r = 0; r < R; ++r) totals[r][i] += sums[r][i] * scale;
     }
   }
+KERNEL_UNROLL
   for (int r = 0; r < R; ++r) finish_row(p, strip, row + r, totals[r]);
 }
 #endif
@@ -264,54 +281,70 @@ inline void transpose_lanes(IntVector (&v)[4]) {
   v[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
 }
 
-// The instruction multiplies unsigned bytes by signed ones. Flipping the sign bit of a weight adds 128 to it (8
-// to a nibble), which the corrections take off again.
+// Adds the products of four rows of w, `next` bytes apart but for those that a short last step lacks, which are
+// the first one again and meet zeros of x. The instruction multiplies unsigned bytes by signed ones: flipping the
+// sign bit of a weight adds 128 to it (8 to a nibble), which the corrections take off again.
+template <int R, bool packed>
+inline void add_step(Int32s (&sums)[R][4], const int8_t* w, const int64_t (&next)[4], const int32_t* x,
+                     int64_t x_stride) {
+  const IntVector flip = _mm512_set1_epi8(static_cast<char>(packed ? 0x88 : 0x80));
+  const IntVector nibble = _mm512_set1_epi8(0x0f);
+  IntVector rows[4];
+  KERNEL_UNROLL
+  for (int j = 0; j < 4; ++j) rows[j] = _mm512_xor_si512(_mm512_loadu_si512(w + next[j]), flip);
+  const IntVector a = _mm512_unpacklo_epi8(rows[0], rows[1]), b = _mm512_unpackhi_epi8(rows[0], rows[1]);
+  const IntVector c = _mm512_unpacklo_epi8(rows[2], rows[3]), d = _mm512_unpackhi_epi8(rows[2], rows[3]);
+  const IntVector quads[4] = {_mm512_unpacklo_epi16(a, c), _mm512_unpackhi_epi16(a, c), _mm512_unpacklo_epi16(b, d),
+                              _mm512_unpackhi_epi16(b, d)};
+  KERNEL_UNROLL
+  for (int word = 0; word < (packed ? 2 : 1); ++word) {
+    IntVector values[4];
+    KERNEL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const IntVector shifted = word == 0 ? quads[i] : _mm512_srli_epi16(quads[i], 4);
+      values[i] = packed ? _mm512_and_si512(shifted, nibble) : quads[i];
+    }
+    KERNEL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const IntVector quad = _mm512_set1_epi32(x[r * x_stride + word]);
+      KERNEL_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        sums[r][i] = (Int32s)_mm512_dpbusd_epi32((IntVector)sums[r][i], values[i], quad);
+      }
+    }
+  }
+}
+
 template <int R, bool packed>
 void vnni_rows(const Problem& p, const Strip& strip, int64_t row) {
   constexpr int kWords = packed ? 2 : 1;  // of x, four numbers each, a step of four rows of w
   const int32_t* x = reinterpret_cast<const int32_t*>(p.x.data() + row * p.x_stride);
   const int64_t x_stride = p.x_stride / sizeof(int32_t), size = p.group_rows(), stride = strip.w_stride;
-  const IntVector flip = _mm512_set1_epi8(static_cast<char>(packed ? 0x88 : 0x80));
-  const IntVector nibble = _mm512_set1_epi8(0x0f);
+  const int64_t steps = size / 4, rest = size % 4;
+  const int64_t next[4] = {0, stride, 2 * stride, 3 * stride};
+  const int64_t last[4] = {0, rest > 1 ? stride : 0, rest > 2 ? 2 * stride : 0, 0};
   Vector totals[R][4] = {};
   for (int64_t g = 0; g < p.groups; ++g) {
-    IntVector sums[R][4];
+    const int8_t* w = strip.w + g * size * stride;
+    Int32s sums[R][4];
+    KERNEL_UNROLL
     for (int r = 0; r < R; ++r) {
-      const IntVector start = _mm512_set1_epi32(p.corrections[(row + r) * p.groups + g]);
+      const Int32s start = (Int32s)_mm512_set1_epi32(p.corrections[(row + r) * p.groups + g]);
+      KERNEL_UNROLL
       for (int i = 0; i < 4; ++i) sums[r][i] = start;
     }
-    for (int64_t s = 0; s < size; s += 4, x += kWords) {
-      const int8_t* w = strip.w + (g * size + s) * stride;
-      IntVector rows[4];
-      for (int j = 0; j < 4; ++j) {
-        // Rows past the group's end meet zeros of x.
-        const int64_t at = s + j < size ? j * stride : 0;
-        rows[j] = _mm512_xor_si512(_mm512_loadu_si512(w + at), flip);
-      }
-      const IntVector a = _mm512_unpacklo_epi8(rows[0], rows[1]), b = _mm512_unpackhi_epi8(rows[0], rows[1]);
-      const IntVector c = _mm512_unpacklo_epi8(rows[2], rows[3]), d = _mm512_unpackhi_epi8(rows[2], rows[3]);
-      const IntVector quads[4] = {_mm512_unpacklo_epi16(a, c), _mm512_unpackhi_epi16(a, c),
-                                  _mm512_unpacklo_epi16(b, d), _mm512_unpackhi_epi16(b, d)};
-      for (int i = 0; i < 4; ++i) {
-        const IntVector low = packed ? _mm512_and_si512(quads[i], nibble) : quads[i];
-        for (int r = 0; r < R; ++r) {
-          sums[r][i] = _mm512_dpbusd_epi32(sums[r][i], low, _mm512_set1_epi32(x[r * x_stride]));
-        }
-        if (packed) {
-          const IntVector high = _mm512_and_si512(_mm512_srli_epi16(quads[i], 4), nibble);
-          for (int r = 0; r < R; ++r) {
-            sums[r][i] = _mm512_dpbusd_epi32(sums[r][i], high, _mm512_set1_epi32(x[r * x_stride + 1]));
-          }
-        }
-      }
+    for (int64_t s = 0; s < steps; ++s, x += kWords, w += 4 * stride) add_step<R, packed>(sums, w, next, x, x_stride);
+    if (rest) {
+      add_step<R, packed>(sums, w, last, x, x_stride);
+      x += kWords;
     }
     IntVector scales[4];
     std::memcpy(scales, strip.scale + g * strip.scale_stride, sizeof scales);
     transpose_lanes(scales);
+    KERNEL_UNROLL
     for (int r = 0; r < R; ++r) {
-      for (int i = 0; i < 4; ++i) {
-        totals[r][i] += _mm512_cvtepi32_ps(sums[r][i]) * _mm512_castsi512_ps(scales[i]);
-      }
+      KERNEL_UNROLL
+      for (int i = 0; i < 4; ++i) totals[r][i] += to_floats(sums[r][i]) * _mm512_castsi512_ps(scales[i]);
     }
   }
   for (int r = 0; r < R; ++r) {
