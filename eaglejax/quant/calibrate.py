@@ -128,7 +128,8 @@ def calibrate(target: Target, prompts: Sequence[Sequence[int]], *, width: int = 
     broken = [path for path, range_ in total.items() if not np.isfinite(range_).all()]
     if broken:
         raise ConfigError(
-            f"the input of {broken[0]} is not finite on these prompts; nothing can be calibrated"
+            f"the inputs of {len(broken)} layers, {broken[0]} among them, are not finite on these prompts; "
+            "nothing can be calibrated"
         )
     inputs = {path: InputRange(*range_) for path, range_ in total.items()}
     return Statistics(inputs, len(texts), sum(map(len, texts)))
