@@ -17,6 +17,7 @@ from eaglejax.cli.doctor import Doctor
 from eaglejax.cli.features import Features
 from eaglejax.cli.generate import Generate
 from eaglejax.cli.inspect import Inspect
+from eaglejax.cli.parity import Parity
 from eaglejax.cli.quantize import Quantize
 from eaglejax.cli.regenerate import Regenerate
 from eaglejax.cli.show import print_error
@@ -37,6 +38,7 @@ Command = (
     | Annotated[Features, tyro.conf.subcommand("features")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Sweep, tyro.conf.subcommand("sweep")]
+    | Annotated[Parity, tyro.conf.subcommand("parity")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 

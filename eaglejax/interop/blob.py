@@ -113,8 +113,10 @@ class Blob:
         from eaglejax.interop.torch_import import torch
 
         entry = self._entry(name)
-        raw = torch.from_numpy(np.array(self._raw(entry)))
-        return raw.view(torch_dtype(entry["dtype"])).reshape(entry["shape"])
+        tensor = torch.empty(entry["shape"], dtype=torch_dtype(entry["dtype"]))
+        if tensor.numel():
+            tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(np.array(self._raw(entry))))
+        return tensor
 
     def _entry(self, name: str) -> Mapping[str, Any]:
         if name not in self._index:
