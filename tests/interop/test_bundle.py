@@ -228,7 +228,7 @@ def test_arrays_of_every_dtype_cross(tmp_path):
         np.testing.assert_array_equal(tensor.float().numpy(), array.astype(np.float32))
     with pytest.raises(CheckpointError, match="holds no other"):
         blob.array("other")
-    longer = {**writer.describe(), "index": {"float": {"dtype": "float32", "shape": [99], "offset": 0}}}
+    longer = {**writer.describe(), "index": {"float": {"dtype": "float32", "shape": [999], "offset": 0}}}
     with pytest.raises(CheckpointError, match=r"x\.bin is damaged: its index says that float goes past"):
         Blob(tmp_path / "x.bin", longer)
     assert list(tmp_path.iterdir()) == [tmp_path / "x.bin"]
