@@ -219,6 +219,21 @@ def test_packed_products_and_looked_up_rows_are_those_of_jax(scheme):
         layers.linear(CPU, torch.from_numpy(x), packed, transposed=not scheme[-1])
 
 
+def test_packed_experts_multiply_their_own_rows_as_in_jax():
+    one = quantised(8, "dynamic", 4, False, False, False)
+    weight = one.replace(
+        values=jnp.stack([one.values, -one.values]), scale=jnp.stack([one.scale, 2 * one.scale])
+    )
+    x = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
+    want = weight.grouped_matmul(jnp.asarray(x), jnp.asarray([2, 3], jnp.int32))
+    packed = tree_to_torch(weight)
+    parts = [
+        layers.linear(CPU, torch.from_numpy(rows), layers._expert(packed, i))
+        for i, rows in enumerate((x[:2], x[2:]))
+    ]
+    assert relative(torch.cat(parts).numpy(), want) < 1e-5
+
+
 def test_a_turned_weight_turns_its_input():
     from eaglejax.quant.online import HadamardInput
 

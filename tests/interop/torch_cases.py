@@ -117,8 +117,10 @@ def draft_config(of: ModelConfig, version: int, **changes: Any) -> EagleConfig:
     return dataclasses.replace(config, **changes)
 
 
-def draft(of: Target, tree: Any, config: EagleConfig, seed: int = 1, **settings: Any) -> Bound:
+def draft(
+    of: Target, tree: Any, config: EagleConfig, seed: int = 1, scale: float = 2.0, **settings: Any
+) -> Bound:
     """A bound random draft; a reduced vocabulary takes every other token."""
-    weights = randomize(eagle_model.param_table(config), seed, 2.0)
+    weights = randomize(eagle_model.param_table(config), seed, scale)
     ids = np.arange(config.vocab_size)[::2][: config.draft_vocab_size] if config.reduced else None
     return Bound(Eagle(config, tree, **settings), bind(config, weights, of, ids))
