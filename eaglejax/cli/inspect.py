@@ -162,7 +162,7 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row("boundaries", str(named))
     table.add_row("borrows", ", ".join(report["borrows"]) or "nothing")
     if config["basis"] is not None:
-        table.add_row("basis", f"aligned to a target rotated to {config['basis']}")
+        table.add_row("basis", f"features of a target rotated to {config['basis']}")
     for note in report["notes"]:
         table.add_row("note", note)
     if report["target"] is not None:

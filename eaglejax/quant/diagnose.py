@@ -269,6 +269,11 @@ def vocabulary(pair: Pair) -> Finding:
     known = 1.0 if pair.ids is None else float(np.isin(truth, np.asarray(pair.ids)).mean())
     sizes = f"{pair.config.draft_vocab_size} of {pair.config.vocab_size} ids"
     size = f"{sizes} hold {known:.0%} of the answers' tokens"
+    if known < KNOWN:
+        remedy = (
+            "the map is another draft's, or was counted on other texts: train the draft with one that fits"
+        )
+        return Finding("vocabulary", "fail", size, remedy)
     if learnt.beats(given):
         moved = sum(int(m != relabel[int(d)]) for d, m in {*zip(drafted[learn], mapped[learn], strict=True)})
         return Finding(
@@ -278,9 +283,6 @@ def vocabulary(pair: Pair) -> Finding:
             f"{moved} ids differ",
             "d2t belongs to another head: take the map that the draft was trained with",
         )
-    if known < KNOWN:
-        remedy = "count the draft's vocabulary on such texts, and train the draft with it"
-        return Finding("vocabulary", "fail", size, remedy)
     if pair.healthy:
         return Finding("vocabulary", "pass", f"{size}; no other map does better")
     return Finding(

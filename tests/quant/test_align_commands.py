@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
-from tiny_draft import EAGLE3, write_eagle
+from tiny_draft import EAGLE3
 from tiny_model import HIDDEN, write_model
 
 import eaglejax as ej
 from eaglejax.checkpoint.eagle_read import read_draft
+from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.checkpoint.quant_write import write_quantized
 from eaglejax.cli.main import main
+from eaglejax.drafts.eagle_model import init_eagle
 from eaglejax.quant.rotate import Rotation, rotate_target
 
 
@@ -26,7 +29,9 @@ def folders(tmp_path_factory):
     turned = rotate_target(original, Rotation("hadamard", HIDDEN, seed=1))
     write_quantized(turned, at / "rotated")
     write_quantized(dataclasses.replace(turned, basis=None, rotation=None), at / "silent")
-    write_eagle(at / "draft", dataclasses.replace(EAGLE3, own_embedding=True))
+    weights = init_eagle(EAGLE3, jax.random.key(0)) | {"embed": original.params["embed"]}
+    tensors = tensors_of_weights(EAGLE3, weights)
+    write_draft(at / "draft", EAGLE3, tensors, np.arange(EAGLE3.draft_vocab_size), to="eaglejax")
     return {name: str(at / name) for name in ("original", "rotated", "silent", "draft")}
 
 
