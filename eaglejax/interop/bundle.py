@@ -44,8 +44,8 @@ _CHOICES = {
 
 
 class StageWriter:
-    """Writes stages to a blob within ``budget`` bytes; ``rounds``: how many first rounds of a prompt (and its
-    chunks) are written whole while they fit."""
+    """Writes stages to a blob of about ``budget`` bytes: in less detail as they run short, choices always.
+    ``rounds``: how many first rounds of a prompt (and its chunks) are written whole while they fit."""
 
     def __init__(self, blob: BlobWriter, *, budget: int, rounds: int) -> None:
         self._blob, self._budget, self._rounds = blob, budget, rounds

@@ -24,7 +24,7 @@ from eaglejax.interop.weights import write_models
 
 MIB = 2**20
 
-SOURCES = ("blob", "bundle", "check", "compare", "decisions", "replay", "report", "weights")
+SOURCES = ("blob", "bundle", "check", "compare", "decisions", "replay", "report", "tap", "weights")
 """Modules of ``interop`` that a replay needs besides the portable ones."""
 
 SCRIPT = '''"""Compares this machine with the recorded JAX run: python replay.py --backend ascend."""

@@ -18,10 +18,11 @@ import eaglejax as ej
 from eaglejax.drafts.eagle_tree import DynamicTree
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.interop.blob import Blob, write_blob
-from eaglejax.interop.bundle import Bundle, write_manifest
+from eaglejax.interop.bundle import Bundle, StageWriter, write_manifest
 from eaglejax.interop.compare import Recorded
 from eaglejax.interop.export import export_draft, export_target
-from eaglejax.interop.replay import open_bundle
+from eaglejax.interop.replay import open_bundle, replay
+from eaglejax.interop.torch_cpu import TorchCPU
 
 WITHOUT_JAX = """
 import runpy, sys
@@ -80,6 +81,26 @@ def test_first_rounds_are_whole_and_later_ones_trimmed(recording):
     assert logits.shape == (1, 6, 264)
     assert logits.values.shape == logits.top.shape == (1, 6, 64)
     assert (np.diff(logits.values, axis=-1) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("budget", "rounds", "first", "later"),
+    [(300_000, 0, "all", "coarse"), (12_000, ROUNDS, "choices", "choices")],
+)
+def test_what_does_not_fit_is_recorded_in_less_detail(recording, bundle, budget, rounds, first, later):
+    """And is still compared by its trees, paths and tokens."""
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    stages = list(recording.open().stages(0))
+    with write_blob(bundle / "records.bin") as blob:
+        writer = StageWriter(blob, budget=budget, rounds=rounds)
+        entries = [writer.add(0, stage) for stage in stages]
+    assert [entry["level"] for entry in entries] == [first] + [later] * (len(stages) - 1)
+    manifest["prompts"] = [{**manifest["prompts"][0], "stages": entries}]
+    write_manifest(bundle, {**manifest, "records": blob.describe()})
+    report = replay(Bundle(bundle), TorchCPU())
+    assert report["agrees"]
+    assert report["prompts"][0]["identical"]
+    assert bool(report["operations"]) == (first == "all")
 
 
 def run_script(folder, *argv, weights=None):

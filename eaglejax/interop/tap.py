@@ -1,0 +1,57 @@
+"""What sees every tensor of a torch run: it keeps, compares, and leads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eaglejax.interop.arrays import to_numpy, to_tensor
+from eaglejax.interop.compare import Difference, Extent, Recorded, difference, is_coarse
+from eaglejax.interop.names import parse
+from eaglejax.interop.torch_import import torch
+
+
+class Tap:
+    """What a ``TorchRunner`` calls with every tensor.
+
+    It keeps the coarse ones; in a led run it compares all that ``lead`` has and overwrites them. The tensor
+    called ``keep`` is ``kept`` as it was found.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self.keep = ""
+        self.kept: np.ndarray | None = None
+        self.begin(None, Extent(None, 0, 0))
+
+    def begin(self, lead: dict[str, Recorded] | None, extent: Extent) -> None:
+        """Before a stage is run."""
+        self._lead, self._extent = lead, extent
+        self.found: dict[str, np.ndarray] = {}
+        self.differences: dict[str, Difference] = {}
+        self.hints: dict[str, str] = {}
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> None:
+        place = parse(name)
+        if is_coarse(place):
+            self.found[name] = np.array(to_numpy(tensor))
+        if self._lead is None or name not in self._lead:
+            return
+        expected, found = self._lead[name], to_numpy(tensor)
+        if name == self.keep:
+            self.kept = np.array(found)
+        self.differences[name] = difference(place, expected, found, self._extent, self._tolerance)
+        if self.differences[name].wrong_rows and place.operation in ("q", "k"):
+            self.hints[name] = _rotation_hint(expected.values, found, self._tolerance)
+        shared = any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        # A tensor that repeats another's memory has been led where that one was recorded.
+        if expected.top is None and tensor.shape == expected.shape and not shared:
+            tensor.copy_(to_tensor(expected.values).to(tensor.dtype))
+
+
+def _rotation_hint(expected: np.ndarray, found: np.ndarray, tolerance: float) -> str:
+    """A rotation leaves the length of every head as it is; another weight does not."""
+    lengths = [np.linalg.norm(x.astype(np.float64), axis=-1) for x in (expected, found)]
+    kept = np.abs(lengths[0] - lengths[1]) <= tolerance * np.maximum(lengths[0], 1e-30)
+    if kept.all():
+        return "every head has its right length: the rotation is wrong (frequencies, positions, pairing)"
+    return "the heads' lengths are wrong too: it is not the rotation alone"
