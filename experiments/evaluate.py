@@ -22,7 +22,7 @@ import numpy as np
 import tyro
 
 import eaglejax as ej
-from eaglejax.checkpoint.eagle import draft_folder, load_draft
+from eaglejax.checkpoint.eagle import load_draft
 from eaglejax.cli import show
 from eaglejax.cli.answers import answer_rows
 from eaglejax.config import BadRow, PromptRow, read_prompts
@@ -34,6 +34,7 @@ from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.speculate import metrics
 from eaglejax.train.features import fingerprint
 from eaglejax.train.settings import parse, read_toml
+from eaglejax.train.sweep import draft_digest
 from experiments import record
 
 COUNTS = ("num_tokens", "target_forwards", "num_accepted_tokens", "num_draft_tokens")
@@ -172,16 +173,6 @@ def read_suite(path: str, limit: int | None) -> Suite:
     languages = [str(json.loads(line).get("lang", "unknown")) for line in lines]
     good = [row for row in rows if isinstance(row, PromptRow)]
     return Suite(Path(path).stem, hashlib.sha256(data).hexdigest()[:32], good, languages)
-
-
-def draft_digest(spec: str) -> str:
-    """SHA-256 of a draft's configuration and weight files, 32 hexadecimal digits."""
-    digest = hashlib.sha256()
-    folder = draft_folder(spec)
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:32]
 
 
 def with_shape(bound: Bound, shape: DynamicTree | StaticTree) -> Bound:

@@ -78,6 +78,8 @@ class Sweep:
             write_json(session.out / "sweep.json", report)
             (session.out / "sweep.txt").write_text(as_text(table), encoding="utf-8")
             self._show(report, table)
+        elif self.json:
+            show.print_json(report)
         return 1 if errors or interrupted else 0
 
     def _show(self, report: Mapping[str, Any], table: rich.table.Table) -> int:

@@ -28,7 +28,7 @@ def optimizer(settings: OptimizerSettings, updates: int) -> optax.GradientTransf
 
     Muon orthogonalises the momentum of matrices (five Newton-Schulz steps) and scales it so that its root
     mean square is that of an AdamW step (Liu et al. 2025); one learning rate thus serves both kinds of
-    parameters.
+    parameters. What is no matrix gets AdamW with Nesterov momentum, as Optax has it.
     """
     rate = schedule(settings, updates)
     if settings.name == "muon":

@@ -18,8 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eaglejax.checkpoint.eagle import draft_folder
 from eaglejax.checkpoint.files import read_json
 from eaglejax.errors import ConfigError
+from eaglejax.train.prepare import STARTS
 from eaglejax.train.settings import TrainSettings, override, parse, read_toml, to_toml
 
 FIXED = ("target", "target_dtype", "out", "run.decode_prompts", "run.decode_tokens", "run.decode_depth")
@@ -129,16 +131,40 @@ def _point(base: Mapping[str, Any], values: dict[str, Any]) -> Point:
 
 
 def run_key(settings: TrainSettings, target: str) -> str:
-    """What a run depends on, 16 hexadecimal digits; ``target``: the target's fingerprint."""
-    digest = hashlib.sha256(to_toml(dataclasses.replace(settings, out="")).encode())
-    digest.update(target.encode())
-    for path in (*(s.path for s in settings.data.train), *settings.data.decontaminate):
-        try:
-            with open(path, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise ConfigError(f"data file {path} cannot be read: {error.strerror}") from error
-    return digest.hexdigest()[:16]
+    """What a run depends on, 16 hexadecimal digits: settings and the bytes of its files, wherever they lie.
+
+    ``target``: the target's fingerprint. Raises ConfigError for a data file that cannot be read.
+    """
+    data = dataclasses.replace(
+        settings.data,
+        train=tuple(dataclasses.replace(s, path=_file_digest(s.path)) for s in settings.data.train),
+        decontaminate=tuple(_file_digest(path) for path in settings.data.decontaminate),
+    )
+    start = settings.draft.start
+    draft = (
+        settings.draft if start in STARTS else dataclasses.replace(settings.draft, start=draft_digest(start))
+    )
+    resolved = to_toml(dataclasses.replace(settings, out="", data=data, draft=draft))
+    return hashlib.sha256(f"{resolved} {target}".encode()).hexdigest()[:16]
+
+
+def _file_digest(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"data file {path} cannot be read: {error.strerror}") from error
+
+
+def draft_digest(spec: str) -> str:
+    """SHA-256 of a draft's configuration and weight files, 32 hexadecimal digits; ``spec`` as ``load_draft``
+    has it."""
+    digest = hashlib.sha256()
+    folder = draft_folder(spec)
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:

@@ -64,6 +64,8 @@ def test_balance_is_one_a_row_when_even_and_more_the_less_even():
             load[np.argsort(-x)[:2]] += 1 / (2 * here.sum())
         total += here.sum() * 4 * (load * p.mean(0)).sum()
     np.testing.assert_allclose(balance(jnp.asarray(logits), jnp.asarray(mask), 2), total, rtol=1e-5)
+    parts = [balance(jnp.asarray(logits[n : n + 1]), jnp.asarray(mask[n : n + 1]), 2) for n in (0, 1)]
+    np.testing.assert_allclose(sum(parts), total, rtol=1e-5)  # however rows are batched
     one_expert = np.zeros((2, 8, 4), np.float32)
     one_expert[..., :2] = 50.0
     np.testing.assert_allclose(balance(jnp.asarray(one_expert), jnp.asarray(mask), 2), 9 * 4 / 2, rtol=1e-5)

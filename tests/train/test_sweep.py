@@ -10,6 +10,7 @@ from train_tools import EXPERTS, draft_config
 from eaglejax.drafts.eagle_model import init_eagle
 from eaglejax.errors import ConfigError
 from eaglejax.train.cost import draft_cost
+from eaglejax.train.settings import SourceFile
 from eaglejax.train.sweep import read_result, read_sweep, run_key, short, write_result
 
 RUN = """
@@ -97,11 +98,28 @@ def test_a_runs_name_follows_settings_data_and_target_but_not_its_folder(tmp_pat
         point.settings, optimizer=dataclasses.replace(point.settings.optimizer, learning_rate=1e-5)
     )
     assert run_key(slower, "model") != key
+    moved = dataclasses.replace(
+        point.settings,
+        data=dataclasses.replace(point.settings.data, train=(SourceFile(str(tmp_path / "b.jsonl")),)),
+    )
+    (tmp_path / "b.jsonl").write_text("one")
+    assert run_key(moved, "model") == key
     data.write_text("two")
     assert run_key(point.settings, "model") != key
     data.unlink()
     with pytest.raises(ConfigError, match=r"a\.jsonl cannot be read"):
         run_key(point.settings, "model")
+
+
+def test_a_run_that_goes_on_from_a_draft_follows_the_drafts_files(tmp_path):
+    (tmp_path / "a.jsonl").write_text("one")
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text("{}")
+    changes = [f"data.train=[{{path='{tmp_path / 'a.jsonl'}'}}]", f"draft.start={tmp_path / 'draft'}"]
+    (point,) = read_sweep(written(tmp_path, RUN), changes, ["objective.steps=[3]"])
+    key = run_key(point.settings, "model")
+    (tmp_path / "draft" / "model.safetensors").write_bytes(b"weights")
+    assert run_key(point.settings, "model") != key
 
 
 def test_a_run_is_finished_when_its_result_stands(tmp_path):
