@@ -7,6 +7,7 @@ the bit however many rows there are. ``kernels_pallas.native`` compiles it.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ from kernels_pallas import native
 from kernels_pallas.errors import KernelError
 from kernels_pallas.quant_matmul.reference import quant_matmul_reference
 
+log = logging.getLogger(__name__)
+
 _SOURCE = Path(__file__).parent / "native" / "quant_matmul.cc"
 
 
 def status() -> tuple[str | None, str]:
     """(level in use, where it is kept), or (None, why there is no kernel). Compiles it where need be."""
     try:
-        library = _library(native.level_here())
+        level = native.level_here()
     except KernelError as error:
         return None, str(error)
-    return library.level, str(library.path)
+    made = _made(level)
+    return (None, made) if isinstance(made, str) else (made.level, str(made.path))
 
 
 def refusal() -> str | None:
@@ -39,8 +43,13 @@ def refusal() -> str | None:
 
 
 @functools.cache
-def _library(level: str) -> native.Library:
-    library = native.load(_SOURCE, level)
+def _made(level: str) -> native.Library | str:
+    """The kernel, registered with XLA, or why it could not be made; tried, and said, once a process."""
+    try:
+        library = native.load(_SOURCE, level)
+    except KernelError as error:
+        log.warning("products with packed weights are left to XLA, which is slower: %s", error)
+        return str(error)
     jax.ffi.register_ffi_target(
         _target(library), jax.ffi.pycapsule(library.handle.QuantMatmul), platform="cpu"
     )
@@ -72,7 +81,10 @@ def quant_matmul_cpu(
     wide_dtype = jnp.dtype(jnp.float32) if out_dtype not in (jnp.float32, jnp.bfloat16) else out_dtype
     # A buffer of the call is never absent: floating x has no scales.
     scales = jnp.zeros((0,), jnp.float32) if x_scale is None else x_scale.astype(jnp.float32)
-    target = _target(_library(native.level_here()))
+    library = _made(native.level_here())
+    if isinstance(library, str):
+        raise KernelError(f"quant_matmul: implementation 'cpu' cannot be made here: {library}")
+    target = _target(library)
     call = _product(target, x_scale is not None, packed, wide_dtype)
     return call(x, scales, w, w_scale.astype(jnp.float32)).astype(out_dtype)
 

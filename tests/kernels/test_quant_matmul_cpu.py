@@ -183,7 +183,7 @@ def test_auto_is_the_kernel_on_a_cpu_and_xla_elsewhere():
 
 
 def _any_custom_call():
-    target = cpu._target(cpu._library(native.level_here()))
+    target = cpu._target(cpu._made(native.level_here()))
     return jax.export.DisabledSafetyCheck.custom_call(target)
 
 
@@ -191,3 +191,25 @@ def test_a_kernel_of_another_machine_is_refused(monkeypatch):
     monkeypatch.setenv(native.LEVEL_VARIABLE, "sve")
     with pytest.raises(KernelError, match=r"EAGLEJAX_NATIVE_LEVEL is 'sve'; this processor runs .*portable"):
         native.level_here()
+
+
+def test_without_a_kernel_auto_says_so_once_and_leaves_the_product_to_xla(monkeypatch, caplog):
+    tried = []
+
+    def load(source, level):
+        tried.append(level)
+        raise KernelError("no compiler at all")
+
+    arguments, want = make_problem(**FORMS["W8A8"], rows=2, k=64, n=40)
+    monkeypatch.setattr(native, "load", load)
+    cpu._made.cache_clear()
+    try:
+        for _ in range(2):
+            got = quant_matmul(**arguments, out_dtype=jnp.float32)
+            np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
+        with pytest.raises(KernelError, match=r"'cpu' cannot be made here: no compiler at all; .*\['xla'"):
+            native_multiply(arguments)
+    finally:
+        cpu._made.cache_clear()
+    assert tried == [BEST]
+    assert caplog.text.count("left to XLA, which is slower: no compiler at all") == 1
