@@ -128,21 +128,7 @@ class QuantArray:
         integers, x_scale = self._quantize(x)
         if x_scale is None:
             return self._grouped_float(x, sizes, expert)
-        groups = self.groups
-        scales = self.scale.reshape(experts, groups, -1)
-
-        def add(total: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            part, w, scale = group
-            product = jax.lax.ragged_dot(part, w, sizes, preferred_element_type=jnp.int32)
-            return total + product * scale[expert], None
-
-        parts = (
-            jnp.moveaxis(integers.reshape(tokens, groups, -1), 1, 0),
-            jnp.moveaxis(self.integers().reshape(experts, groups, -1, self.values.shape[-1]), 1, 0),
-            jnp.moveaxis(scales, 1, 0),
-        )
-        zero = jnp.zeros((tokens, self.values.shape[-1]), jnp.float32)
-        out = jax.lax.scan(add, zero, parts)[0] * x_scale[:, None]
+        out = self._grouped_integers(integers, sizes, expert) * x_scale[:, None]
         return out if self.input_offset is None else out - self._offset_terms()[expert]
 
     def take(self, ids: jax.Array) -> jax.Array:
@@ -159,6 +145,23 @@ class QuantArray:
         if self.smooth is not None:
             rows = rows / self.smooth[:, None]
         return rows.T.reshape(*ids.shape, self.rows).astype(self.dtype)
+
+    def _grouped_integers(self, x: jax.Array, sizes: jax.Array, expert: jax.Array) -> jax.Array:
+        """int8 ``x`` [T, I] times the integers and scales of the experts, f32 [T, O]."""
+        (experts, columns), groups = (self.values.shape[0], self.values.shape[-1]), self.groups
+
+        def product(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+            return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.int32) * scale[expert]
+
+        if groups == 1:
+            return product(x, self.integers(), self.scale.reshape(experts, columns))
+        parts = (
+            jnp.moveaxis(x.reshape(x.shape[0], groups, -1), 1, 0),
+            jnp.moveaxis(self.integers().reshape(experts, groups, -1, columns), 1, 0),
+            jnp.moveaxis(self.scale, 1, 0),
+        )
+        zero = jnp.zeros((x.shape[0], columns), jnp.float32)
+        return jax.lax.scan(lambda total, part: (total + product(*part), None), zero, parts)[0]
 
     def _grouped_float(self, x: jax.Array, sizes: jax.Array, expert: jax.Array) -> jax.Array:
         if self.groups > 1:

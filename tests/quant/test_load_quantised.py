@@ -109,6 +109,7 @@ def test_a_folder_is_quantised_like_the_target_in_memory(tmp_path: Path) -> None
     jax.tree.map(np.testing.assert_array_equal, loaded.params, made.params)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # what dequantising them gives
 def test_refusals(tmp_path: Path) -> None:
     folder, path = write_model(tmp_path / "tiny"), tmp_path / "m.gguf"
 
