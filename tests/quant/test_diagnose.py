@@ -18,22 +18,13 @@ from eaglejax.checkpoint.eagle_read import read_draft
 from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.checkpoint.tokenizer import load_tokenizer
 from eaglejax.drafts.autoregressive import Autoregressive
-from eaglejax.drafts.eagle import Eagle
-from eaglejax.drafts.tree import chain
-from eaglejax.errors import RequestError
 from eaglejax.quant import diagnose as tests
 from eaglejax.quant.align_file import align_file, write_aligned
 from eaglejax.quant.diagnose import Pair, diagnose
-from eaglejax.quant.measure import Acceptance, Features, Texts, acceptance, guesses
+from eaglejax.quant.measure import Acceptance, Texts
 from eaglejax.quant.rotate import Rotation, rotate_target
 
 H, V = 16, 24
-
-
-@functools.cache
-def texts() -> Texts:
-    rows = [(p, t[len(p) :]) for p, t in zip(tiny_pair.PROMPTS, tiny_pair.texts(), strict=True)]
-    return Texts.of(rows)
 
 
 @functools.cache
@@ -58,27 +49,11 @@ def verdicts(report) -> dict[str, str]:
     return {f.test: f.verdict for f in report.findings}
 
 
-def test_measured_acceptance_is_what_decoding_accepts(tmp_path):
-    """The rate at every place of the text against rounds of a chain that really ran."""
-    config, params = tiny_pair.draft("eagle3")
-    tokens, trace = tiny_pair.decode(tiny_pair.target(), Eagle(config, chain(3)), params)
-    seen = Features.of(tiny_pair.target(), texts()).read(config)
-    drafted = guesses(config, params, seen, texts(), 3)
-    for row, (prompt, counts) in enumerate(zip(tiny_pair.PROMPTS, trace, strict=True)):
-        root = len(prompt)  # the first answered token
-        for count in counts[1:-1]:
-            truth = texts().tokens[row, root + 1 : root + 4]
-            right = (drafted[:, row, root - 1] == truth).cumprod().sum()
-            assert right + 1 == count
-            root += count
-    assert tokens[0] == list(texts().tokens[0, len(tiny_pair.PROMPTS[0]) :])
-    with pytest.raises(RequestError, match="no answer is longer"):
-        acceptance(drafted, dataclasses.replace(texts(), lengths=texts().prompts + 1), None)
-
-
 def test_a_sound_pair_has_no_fault(tmp_path):
     for which in tiny_pair.VERSIONS:
-        report = diagnose(tiny_pair.target(), read_draft(folder(tmp_path / which, which)), {"plain": texts()})
+        report = diagnose(
+            tiny_pair.target(), read_draft(folder(tmp_path / which, which)), {"plain": tiny_pair.written()}
+        )
         assert report.measured["plain"].rates[0] > 0.7
         want = dict.fromkeys(("aux_layers", "basis", "positions", "vocabulary", "norms"), "pass")
         assert verdicts(report) == want | {"tokenizer": "unknown", "template": "unknown"}
@@ -145,7 +120,7 @@ PLANTS = {
 )
 def test_a_planted_fault_is_found_by_its_own_test(test, plant, tmp_path):
     target, file = plant(tmp_path / "draft")
-    report = diagnose(target, file, {"plain": texts()})
+    report = diagnose(target, file, {"plain": tiny_pair.written()})
     assert report.measured["plain"].length < 2, "the fault costs nothing here"
     assert [f.test for f in report.faults] == [test], report.findings
     assert report.faults[0].remedy
@@ -153,11 +128,11 @@ def test_a_planted_fault_is_found_by_its_own_test(test, plant, tmp_path):
 
 def test_a_rotation_is_mended_by_the_command_that_is_named(tmp_path):
     target, file = plant_rotation(tmp_path / "draft")
-    found = diagnose(target, file, {"plain": texts()}).faults[0]
+    found = diagnose(target, file, {"plain": tiny_pair.written()}).faults[0]
     assert f"eaglejax align --draft {file.path} --target" in found.remedy
     out = tmp_path / "aligned"
     write_aligned(out, align_file(file, target, target.rotation), file)
-    assert not diagnose(target, read_draft(out), {"plain": texts()}).faults
+    assert not diagnose(target, read_draft(out), {"plain": tiny_pair.written()}).faults
 
 
 def test_another_tokenizer_is_found_in_the_drafts_folder(tmp_path):
@@ -188,11 +163,11 @@ def test_another_template_is_found_in_the_folder_or_by_what_suits_the_draft(tmp_
     answers, _ = tiny_pair.decode(tiny_pair.target(), Autoregressive(), None, prompts)
     strange = Texts.of(list(zip(prompts, answers, strict=True)))
     draft = folder(tmp_path / "draft")
-    pair = Pair(tiny_pair.target(), read_draft(draft), {"chat": strange, "plain": texts()})
+    pair = Pair(tiny_pair.target(), read_draft(draft), {"chat": strange, "plain": tiny_pair.written()})
     found = tests.template(pair)
     assert found.verdict == "fail"
     assert found.evidence.startswith("on plain prompts")
-    usual = Pair(tiny_pair.target(), read_draft(draft), {"plain": texts(), "chat": strange})
+    usual = Pair(tiny_pair.target(), read_draft(draft), {"plain": tiny_pair.written(), "chat": strange})
     assert tests.template(usual).verdict == "pass"
 
     @dataclasses.dataclass
@@ -207,10 +182,10 @@ def test_another_template_is_found_in_the_folder_or_by_what_suits_the_draft(tmp_
 
 def test_numbers_that_no_dtype_holds_are_found(tmp_path):
     at = folder(tmp_path / "nan", head=lambda head: head.at[0, 0].set(jnp.nan))
-    pair = Pair(tiny_pair.target(), read_draft(at), {"plain": texts()})
+    pair = Pair(tiny_pair.target(), read_draft(at), {"plain": tiny_pair.written()})
     found = tests.norms(pair)
     assert (found.verdict, found.evidence) == ("fail", "head holds NaN or infinite numbers")
-    pair = Pair(tiny_pair.target(), read_draft(folder(tmp_path / "half")), {"plain": texts()})
+    pair = Pair(tiny_pair.target(), read_draft(folder(tmp_path / "half")), {"plain": tiny_pair.written()})
     pair.params = dataclasses.replace(
         pair.params, weights=jax.tree.map(lambda x: x.astype(jnp.float16), pair.params.weights)
     )
@@ -220,12 +195,12 @@ def test_numbers_that_no_dtype_holds_are_found(tmp_path):
 
 def test_a_vocabulary_that_leaves_out_the_text_is_found_by_count(tmp_path):
     config, params = tiny_pair.draft("eagle3")
-    rare = np.argsort(np.bincount(texts().tokens.ravel(), minlength=V), kind="stable")[:8]
+    rare = np.argsort(np.bincount(tiny_pair.written().tokens.ravel(), minlength=V), kind="stable")[:8]
     ids = np.sort(rare)
     config = dataclasses.replace(config, draft_vocab_size=8)
     weights = params.weights | {"head": params.weights["head"][:, ids]}
     write_draft(tmp_path / "d", config, tensors_of_weights(config, weights), ids, to="eaglejax")
-    pair = Pair(tiny_pair.target(), read_draft(tmp_path / "d"), {"plain": texts()})
+    pair = Pair(tiny_pair.target(), read_draft(tmp_path / "d"), {"plain": tiny_pair.written()})
     found = tests.vocabulary(pair)
     assert found.verdict == "fail"
     assert "8 of 24 ids hold" in found.evidence

@@ -5,6 +5,7 @@ The text is plain decoding's on every rung: a wrong basis costs speed alone, whi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -12,6 +13,8 @@ import tiny_pair
 
 from eaglejax.drafts.eagle import Eagle
 from eaglejax.drafts.tree import chain
+from eaglejax.errors import RequestError
+from eaglejax.quant.measure import Features, acceptance, guesses
 from eaglejax.quant.rotate import Rotation, rotate_target
 from experiments.rotation.ladder import RUNGS, rung
 
@@ -56,3 +59,21 @@ def test_the_ladder(which):
     else:
         # Boundaries lie before any norm, and this draft has a head of its own: gamma is none of its business.
         assert climb("gamma not divided", which)[1] == climb("original", which)[1]
+
+
+def test_measured_acceptance_is_what_decoding_accepts():
+    """The rate at every place of the text against rounds of a chain that really ran."""
+    config, params = tiny_pair.draft("eagle3")
+    tokens, trace = climb("original", "eagle3")
+    texts = tiny_pair.written()
+    drafted = guesses(config, params, Features.of(tiny_pair.target(), texts).read(config), texts, LENGTH)
+    for row, (prompt, counts) in enumerate(zip(tiny_pair.PROMPTS, trace, strict=True)):
+        root = len(prompt)  # the first answered token
+        for count in counts[1:-1]:
+            truth = texts.tokens[row, root + 1 : root + 4]
+            right = (drafted[:, row, root - 1] == truth).cumprod().sum()
+            assert right + 1 == count
+            root += count
+    assert tokens[0] == list(texts.tokens[0, len(tiny_pair.PROMPTS[0]) :])
+    with pytest.raises(RequestError, match="no answer is longer"):
+        acceptance(drafted, dataclasses.replace(texts, lengths=texts.prompts + 1), None)

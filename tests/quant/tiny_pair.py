@@ -22,6 +22,7 @@ from eaglejax.drafts.eagle_model import EagleParams, init_eagle
 from eaglejax.drafts.eagle_unroll import unroll
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
+from eaglejax.quant.measure import Texts
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
 
@@ -66,6 +67,12 @@ def texts() -> tuple[tuple[int, ...], ...]:
     """What the target writes behind each prompt, the prompt included."""
     answers, _ = decode(target(), Autoregressive(), None)
     return tuple((*p, *a) for p, a in zip(PROMPTS, answers, strict=True))
+
+
+@functools.cache
+def written() -> Texts:
+    """The same as a diagnosis takes them."""
+    return Texts.of([(p, t[len(p) :]) for p, t in zip(PROMPTS, texts(), strict=True)])
 
 
 def features(which: Target, tokens: np.ndarray, aux: tuple[int, ...]) -> jax.Array:
