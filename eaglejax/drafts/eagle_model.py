@@ -174,8 +174,8 @@ def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> k
 def fuse(params: EagleParams, config: EagleConfig, features: jax.Array) -> jax.Array:
     """The draft's feature [B, M, H] of committed tokens from the target's ``features`` [B, M, A, Ht].
 
-    EAGLE-1: A = 1, the post-final-norm hidden state, as it is or through ``feature_map``. EAGLE-3: the A boundaries, normalised as
-    the configuration says and mixed by ``fc``.
+    EAGLE-1: A = 1, the post-final-norm hidden state, as it is or through ``feature_map``. EAGLE-3: the A
+    boundaries, normalised as the configuration says and mixed by ``fc``.
     """
     weights = params.weights
     x = params.adapter.from_target(features)

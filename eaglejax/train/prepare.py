@@ -93,6 +93,9 @@ def prepare_data(settings: DataSettings, target: Target) -> Data:
         weights = {source.path: source.weight for source in settings.train}
         train = curate.mix(parts, weights, seed=settings.seed, total=settings.total)
 
+    if settings.supervise == "all":
+        train = [dataclasses.replace(s, supervised=np.ones_like(s.supervised)) for s in train]
+
     def cut(samples: Sequence[Sample]) -> list[Sample]:
         return [w for s in samples for w in curate.windows(s, settings.row_tokens, settings.overlap)]
 

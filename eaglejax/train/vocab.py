@@ -42,9 +42,11 @@ def count_all(samples: Iterable[Sample], vocab_size: int) -> np.ndarray:
 def build_vocab_map(
     counts: np.ndarray, size: int, *, tokenizer_hash: str, prior: np.ndarray | None = None
 ) -> VocabMap:
-    """The ``size`` most frequent ids of ``counts`` [V] plus ``prior`` [V]; ties and places left over go to the
-    lowest ids, which in a merge-ordered vocabulary are the commonest. The coverage is that of ``counts``.
-    Raises ConfigError for sizes that cannot be."""
+    """The ``size`` most frequent ids of ``counts`` [V] plus ``prior`` [V].
+
+    Ties and places left over go to the lowest ids, which in a merge-ordered vocabulary are the commonest. The
+    coverage is that of ``counts``. Raises ConfigError for sizes that cannot be.
+    """
     vocab_size = len(counts)
     if not 1 <= size <= vocab_size:
         raise ConfigError(f"the draft vocabulary is {size}; it must lie in 1..{vocab_size}")

@@ -254,7 +254,7 @@ def test_the_vocabulary_holds_what_is_supervised_most_and_reports_its_coverage()
     assert found.coverage == pytest.approx(4 / 6)
     # More places than distinct tokens: filled with the lowest ids.
     assert build_vocab_map(counts, 6, tokenizer_hash="t").ids.tolist() == [0, 1, 3, 5, 7, 9]
-    # What the prompt alone holds counts a little: 9 is as common as 7 and 3 in the answer, and was asked about.
+    # What the prompt holds counts a little: 9 is as common as 7 and 3 in the answer, and was asked about.
     asked = build_vocab_map(counts, 2, tokenizer_hash="t", prior=0.1 * count_all([sample], 12))
     assert asked.ids.tolist() == [5, 9]
     assert asked.coverage == pytest.approx(4 / 6)

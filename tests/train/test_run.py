@@ -89,6 +89,15 @@ def test_a_head_that_is_not_trained_is_shipped_or_borrowed_from_the_target(prepa
     np.testing.assert_array_equal(head, np.asarray(theirs)[:, draft.ids])
 
 
+def test_prompts_are_trained_on_when_asked_and_never_judged(prepared, target):
+    settings, data, _ = prepared
+    everything = prepare_data(dataclasses.replace(settings.data, supervise="all"), target)
+    assert [s.ids.tolist() for s in everything.train] == [s.ids.tolist() for s in data.train]
+    assert all(s.supervised.all() for s in everything.train)
+    assert not all(s.supervised.all() for s in data.train)
+    assert [s.key for s in everything.validation] == [s.key for s in data.validation]
+
+
 def read_log(out):
     with open(os.path.join(out, "metrics.jsonl")) as file:
         return [json.loads(line) for line in file]
