@@ -29,6 +29,7 @@ from eaglejax.interop.compare import (
     Stage,
     difference,
     follows,
+    tolerance,
 )
 from eaglejax.interop.decisions import Decision, first_decision
 from eaglejax.interop.decoder import Cache
@@ -86,8 +87,8 @@ class Checker:
         dtype: str,
         eos_ids: Sequence[int] = (),
     ) -> None:
-        self.dtype, self.tolerance, self.tie = dtype, TOLERANCE[dtype], TIE[dtype]
-        self._tap = Tap(self.tolerance)
+        self.dtype, self.tie = dtype, TIE[dtype]
+        self._tap = Tap(dtype)
         self._runner = TorchRunner(target, draft, adapter, record=self._tap)
         self._eos = tuple(eos_ids)
         self._explained: dict[tuple[str, str], float] = {}
@@ -211,10 +212,11 @@ class Checker:
                 continue
             if place.part in ("tree", "verify") and place.operation != "scores":
                 continue  # choices, which first_decision judges
-            found = difference(place, expected, self._tap.found[name], stage.extent, self.tolerance)
+            allowed = tolerance(self.dtype, place)
+            found = difference(place, expected, self._tap.found[name], stage.extent, allowed)
             if not found.exact:
                 _note(self.free, found)
-            if not found.relative <= max(self.tolerance, 2 * self._explained.get(_key(name), 0.0)):
+            if not found.relative <= max(allowed, 2 * self._explained.get(_key(name), 0.0)):
                 suspects.append(found)
         return suspects
 
@@ -222,7 +224,7 @@ class Checker:
         self, prompt: Prompt, stage: Stage, before: State, committed: Committed
     ) -> Finding | None:
         """The first layer whose committed keys or values are not the JAX run's, rounding aside."""
-        bound = PILED_UP * self.tolerance
+        bound = PILED_UP * TOLERANCE[self.dtype]
         for place, expected, held in _cached(stage, before, committed):
             length = expected.shape[2]
             # As [1, slots, heads, d], like the tensors that were written.
@@ -265,7 +267,7 @@ class Checker:
             prompt.name,
             first.name,
             difference=first,
-            tolerance=0.0 if first.exact else self.tolerance,
+            tolerance=0.0 if first.exact else tolerance(self.dtype, parse(first.name)),
             text="all that it is computed from is equal to the JAX run's",
             hint="; ".join(filter(None, hints)),
         )
@@ -292,12 +294,16 @@ class Checker:
     ) -> Finding | None:
         """Without the stage's intermediate tensors, by the size of what differs alone."""
         note = f"no intermediate tensors of {stage.name} were recorded; record more rounds to locate it"
-        bound = PILED_UP * self.tolerance
+        bound = PILED_UP * TOLERANCE[self.dtype]
         for suspect in suspects:
             if suspect.exact or not suspect.relative <= bound:
-                tolerance = 0.0 if suspect.exact else bound
                 return Finding(
-                    "fault", prompt.name, suspect.name, difference=suspect, tolerance=tolerance, text=note
+                    "fault",
+                    prompt.name,
+                    suspect.name,
+                    difference=suspect,
+                    tolerance=0.0 if suspect.exact else bound,
+                    text=note,
                 )
         if decision is None:
             return None

@@ -19,9 +19,19 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 """Largest error of one operation on equal inputs that is rounding, relative to a row's root mean square, by
 the dtype of the computation."""
 
+ATTENTION_TOLERANCE = {**TOLERANCE, "float32": 1e-4}
+"""The same for attention: scores go into the hundreds in models with large key biases, and the softmax turns
+the absolute rounding of their sums into a relative one (2.7e-5 in Qwen2.5-0.5B's first layer)."""
+
 TIE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.03}
 """Widest near tie, by the dtype of the computation: a gap between two logits, or between two cumulative
 log-probabilities of a draft tree."""
+
+
+def tolerance(dtype: str, place: Place) -> float:
+    """What counts as rounding for an operation computed in ``dtype``."""
+    return (ATTENTION_TOLERANCE if place.operation == "attention" else TOLERANCE)[dtype]
+
 
 _PARTS = ("step", "tree", "target", "verify", "observe")
 _COARSE = {
@@ -213,9 +223,10 @@ def _is_exact(dtype: str) -> bool:
 
 
 def difference(
-    place: Place, expected: Recorded, found: np.ndarray, extent: Extent, tolerance: float
+    place: Place, expected: Recorded, found: np.ndarray, extent: Extent, allowed: float
 ) -> Difference:
-    """Compare one tensor; where the shapes differ nothing else is looked at and the error is infinite."""
+    """Compare one tensor, rows within ``allowed``; where the shapes differ nothing else is looked at and the
+    error is infinite."""
     dtype, name = expected.dtype, str(place)
     if expected.shape != found.shape:
         return Difference(name, expected.shape, dtype, math.inf, math.inf, (), math.nan, math.nan)
@@ -242,7 +253,7 @@ def difference(
         index=tuple(int(i) for i in np.unravel_index(int(at.reshape(-1)[worst]), expected.shape)),
         expected=float(a.reshape(-1)[worst]),
         found=float(b.reshape(-1)[worst]),
-        wrong_rows=tuple(int(i) for i in np.flatnonzero(~(errors <= tolerance))),
+        wrong_rows=tuple(int(i) for i in np.flatnonzero(~(errors <= allowed))),
         rows=len(errors),
     )
 

@@ -21,7 +21,8 @@ from eaglejax.interop import report
 from eaglejax.interop.adapter import BACKENDS, DeviceAdapter, get_adapter
 from eaglejax.interop.bundle import Bundle
 from eaglejax.interop.check import Checker, Prompt
-from eaglejax.interop.compare import Stage
+from eaglejax.interop.compare import ATTENTION_TOLERANCE, TOLERANCE, Stage, tolerance
+from eaglejax.interop.names import parse
 
 
 def torch_side(adapter: DeviceAdapter) -> dict[str, Any]:
@@ -57,7 +58,12 @@ def compare(
         operations=checker.operations,
         free=checker.free,
         about={"torch_side": torch_side(adapter), **about},
-        tolerances={"dtype": checker.dtype, "operation": checker.tolerance, "tie": checker.tie},
+        tolerances={
+            "dtype": checker.dtype,
+            "operation": TOLERANCE[checker.dtype],
+            "attention": ATTENTION_TOLERANCE[checker.dtype],
+            "tie": checker.tie,
+        },
         reproduce=reproduce,
     )
 
@@ -124,7 +130,8 @@ def isolate(
         np.save(save / "found.npy", found.found)
         before: dict[str, Any] = {key: x.values for key, x in found.before.items()}
         np.savez(save / "before.npz", **before)
-    return {"difference": found.difference.to_json(), "tolerance": checker.tolerance, "hint": found.hint}
+    allowed = tolerance(checker.dtype, parse(name))
+    return {"difference": found.difference.to_json(), "tolerance": allowed, "hint": found.hint}
 
 
 def main(folder: Path, argv: Sequence[str] | None = None) -> int:

@@ -198,8 +198,9 @@ def text(report: Mapping[str, Any]) -> str:
     tolerances = report["tolerances"]
     lines += [
         "",
-        f"tolerances for {tolerances['dtype']}: one operation {tolerances['operation']:g} (relative to a "
-        f"row's root mean square), near tie {tolerances['tie']:g} (logits or log-probabilities)",
+        f"tolerances for {tolerances['dtype']}: one operation {tolerances['operation']:g}, attention "
+        f"{tolerances['attention']:g} (relative to a row's root mean square), near tie {tolerances['tie']:g} "
+        "(logits or log-probabilities)",
     ]
     lines += _columns("each operation on equal inputs", report["operations"])
     lines += _columns("end to end, with all earlier errors", report["end_to_end"])

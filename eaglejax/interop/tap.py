@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from eaglejax.interop.arrays import to_numpy, to_tensor
-from eaglejax.interop.compare import Difference, Extent, Recorded, difference, is_coarse
+from eaglejax.interop.compare import Difference, Extent, Recorded, difference, is_coarse, tolerance
 from eaglejax.interop.names import parse
 from eaglejax.interop.torch_import import torch
 
@@ -17,8 +17,8 @@ class Tap:
     called ``keep`` is ``kept`` as it was found.
     """
 
-    def __init__(self, tolerance: float) -> None:
-        self._tolerance = tolerance
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
         self.keep = ""
         self.kept: np.ndarray | None = None
         self.begin(None, Extent(None, 0, 0))
@@ -39,19 +39,20 @@ class Tap:
         expected, found = self._lead[name], to_numpy(tensor)
         if name == self.keep:
             self.kept = np.array(found)
-        self.differences[name] = difference(place, expected, found, self._extent, self._tolerance)
+        allowed = tolerance(self._dtype, place)
+        self.differences[name] = difference(place, expected, found, self._extent, allowed)
         if self.differences[name].wrong_rows and place.operation in ("q", "k"):
-            self.hints[name] = _rotation_hint(expected.values, found, self._tolerance)
+            self.hints[name] = _rotation_hint(expected.values, found, allowed)
         shared = any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         # A tensor that repeats another's memory has been led where that one was recorded.
         if expected.top is None and tensor.shape == expected.shape and not shared:
             tensor.copy_(to_tensor(expected.values).to(tensor.dtype))
 
 
-def _rotation_hint(expected: np.ndarray, found: np.ndarray, tolerance: float) -> str:
+def _rotation_hint(expected: np.ndarray, found: np.ndarray, allowed: float) -> str:
     """A rotation leaves the length of every head as it is; another weight does not."""
     lengths = [np.linalg.norm(x.astype(np.float64), axis=-1) for x in (expected, found)]
-    kept = np.abs(lengths[0] - lengths[1]) <= tolerance * np.maximum(lengths[0], 1e-30)
+    kept = np.abs(lengths[0] - lengths[1]) <= allowed * np.maximum(lengths[0], 1e-30)
     if kept.all():
         return "every head has its right length: the rotation is wrong (frequencies, positions, pairing)"
     return "the heads' lengths are wrong too: it is not the rotation alone"
