@@ -32,7 +32,10 @@ from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
+from eaglejax.nn.cache import CacheScales
+from eaglejax.nn.kv_format import KVFormat
 from eaglejax.quant import Statistics, as_plan, calibrate, quantize_target
+from eaglejax.speculate.generate import cache_form
 from eaglejax.train.samples import Sample, read_samples
 from experiments.record import record
 
@@ -84,10 +87,12 @@ def _cut(sample: Sample, width: int) -> Sample:
     return dataclasses.replace(sample, ids=sample.ids[:width], supervised=sample.supervised[:width])
 
 
-def _forward(params: Any, config: ModelConfig, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """log p of the next token after each of ``tokens`` [N]: [N, V] f32."""
+def _forward(
+    params: Any, config: ModelConfig, tokens: jax.Array, form: KVFormat, scales: CacheScales | None
+) -> jax.Array:
+    """log p of the next token after each of ``tokens`` [N]: [N, V] f32. ``form``, ``scales``: the cache's."""
     n = tokens.shape[0]
-    cache = decoder.init_cache(config, 1, n, dtype)
+    cache = decoder.init_cache(config, 1, n, form, scales)
     visible = jnp.tril(jnp.ones((1, n, n), bool))
     out = decoder.forward(params, config, tokens[None], jnp.arange(n)[None], cache, visible)
     return jax.nn.log_softmax(decoder.unembed(params, config, out.hidden)[0], axis=-1)
@@ -101,7 +106,7 @@ def score(target: Target, texts: Sequence[Sample], width: int) -> tuple[np.ndarr
         padded = np.zeros(width, np.int32)
         padded[: len(text)] = text.ids
         # What stands behind the text is seen by nothing before it.
-        logp = np.asarray(run(target.params, target.config, padded, target.dtype))
+        logp = np.asarray(run(target.params, target.config, padded, *cache_form(target)))
         places = np.flatnonzero(text.supervised)
         whole.append(logp[places - 1])
         own.append(logp[places - 1, text.ids[places]])
