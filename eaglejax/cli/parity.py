@@ -17,6 +17,7 @@ from eaglejax.errors import ConfigError
 
 Backend = Literal["torch-cpu", "torch-cuda", "ascend", "musa"]
 
+
 @dataclasses.dataclass(frozen=True)
 class Parity:
     """Compare logits, features, draft trees, accepted paths and tokens of the JAX run with a torch run of the
