@@ -37,6 +37,8 @@ _LEVELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 LEVELS = tuple(name for name, _ in _LEVELS)
 _COMPILE_FLAGS = ("-shared", "-fPIC", "-std=c++17", "-O3", "-ffp-contract=off", "-pthread")
 _COMPILE_SECONDS = 300
+# Headers that the sources share.
+_INCLUDE = Path(__file__).parent / "include"
 
 
 def home(environ: Mapping[str, str]) -> Path:
@@ -116,6 +118,7 @@ def load(source: Path, level: str, environ: Mapping[str, str] = os.environ) -> L
 def _key(source: Path, level: str, flags: list[str], compiler: str) -> str:
     parts = [
         source.read_text(encoding="utf-8"),
+        *(header.read_text(encoding="utf-8") for header in sorted(_INCLUDE.glob("*.h"))),
         level,
         *flags,
         compiler,
@@ -148,7 +151,8 @@ def _compile(compiler: str, flags: list[str], source: Path, path: Path) -> None:
     except OSError as error:
         raise KernelError(f"{path.parent} cannot be written: {error.strerror}") from error
     os.close(handle)
-    command = [compiler, *flags, "-isystem", jax.ffi.include_dir(), str(source), "-o", temporary]
+    include = ["-I", str(_INCLUDE), "-isystem", jax.ffi.include_dir()]
+    command = [compiler, *flags, *include, str(source), "-o", temporary]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS, check=False

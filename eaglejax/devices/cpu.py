@@ -244,7 +244,7 @@ def packed_products(
         integers, x_scale = quantize_per_token(x)
         return quant_matmul(integers, w, scale, x_scale=x_scale)
 
-    level, reason = kernel.status()
+    level, reason = kernel.KERNEL.status()
     w, scale = jnp.ones((inputs, outputs), jnp.int8), jnp.ones(outputs)
     times = {m: _best_ms(product, jnp.ones((m, inputs), jnp.bfloat16), w, scale) for m in rows}
     return PackedProducts("cpu" if level else "xla", level, reason, times)

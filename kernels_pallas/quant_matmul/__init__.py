@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.dispatch import Implementation, Interpret, choose, resolve_interpret
 from kernels_pallas.errors import require
+from kernels_pallas.foreign import portable_call
 from kernels_pallas.quant_matmul import cpu, gpu, tpu
 from kernels_pallas.quant_matmul.packing import pack_int4, quantize_per_token, unpack_int4
 from kernels_pallas.quant_matmul.reference import quant_matmul_reference
@@ -61,7 +62,7 @@ def quant_matmul(
         "xla": None,
         "tpu": tpu.refusal(rows, w, groups, packed),
         "gpu": gpu.refusal(rows, w, groups),
-        "cpu": cpu.refusal,
+        "cpu": cpu.KERNEL.refusal,
     }
     chosen = choose(_OP, implementation, refusals)
     interpret = resolve_interpret(_OP, chosen, interpret)
@@ -72,11 +73,7 @@ def quant_matmul(
     elif chosen == "cpu":
         kernel = functools.partial(cpu.quant_matmul_cpu, packed=packed, out_dtype=out_dtype)
         # What "auto" traces here may be compiled for a device that is not.
-        out = (
-            cpu.portable_call(kernel, reference, *arguments)
-            if implementation == "auto"
-            else kernel(*arguments)
-        )
+        out = portable_call(kernel, reference, *arguments) if implementation == "auto" else kernel(*arguments)
     elif chosen == "gpu":
         out = gpu.quant_matmul_gpu(*arguments, packed=packed, out_dtype=out_dtype, interpret=interpret)
     else:

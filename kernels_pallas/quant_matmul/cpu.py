@@ -1,64 +1,27 @@
 """Quantised matrix product for CPUs: a C++ kernel that XLA calls, compiled on first use.
 
 Weights are read from memory once, at the width that they are stored in, and every row's result is the same to
-the bit however many rows there are. ``kernels_pallas.native`` compiles it.
+the bit however many rows there are.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import native
-from kernels_pallas.errors import KernelError
+from kernels_pallas.foreign import Kernel
 from kernels_pallas.quant_matmul.reference import quant_matmul_reference
 
-log = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).parent / "native" / "quant_matmul.cc"
-
-
-def status() -> tuple[str | None, str]:
-    """(level in use, where it is kept), or (None, why there is no kernel). Compiles it where need be."""
-    try:
-        level = native.level_here()
-    except KernelError as error:
-        return None, str(error)
-    made = _made(level)
-    return (None, made) if isinstance(made, str) else (made.level, str(made.path))
-
-
-def refusal() -> str | None:
-    """Why the kernel cannot run here, or None; it takes every argument that ``quant_matmul`` does."""
-    if jax.default_backend() != "cpu":
-        return f"runs on a CPU, and the default backend is {jax.default_backend()}"
-    level, why = status()
-    return None if level else f"cannot be made here: {why}"
-
-
-@functools.cache
-def _made(level: str) -> native.Library | str:
-    """The kernel, registered with XLA, or why it could not be made; tried, and said, once a process."""
-    try:
-        library = native.load(_SOURCE, level)
-    except KernelError as error:
-        log.warning("products with packed weights are left to XLA, which is slower: %s", error)
-        return str(error)
-    jax.ffi.register_ffi_target(
-        _target(library), jax.ffi.pycapsule(library.handle.QuantMatmul), platform="cpu"
-    )
-    return library
-
-
-def _target(library: native.Library) -> str:
-    # Programs in jax's compilation cache name it, and must not meet a kernel other than their own.
-    return f"eaglejax.quant_matmul.{library.level}.{library.key}"
+KERNEL = Kernel(
+    op="quant_matmul",
+    source=Path(__file__).parent / "native" / "quant_matmul.cc",
+    symbols=("QuantMatmul",),
+    left="products with packed weights are left to XLA, which is slower",
+)
 
 
 def quant_matmul_cpu(
@@ -81,10 +44,7 @@ def quant_matmul_cpu(
     wide_dtype = jnp.dtype(jnp.float32) if out_dtype not in (jnp.float32, jnp.bfloat16) else out_dtype
     # A buffer of the call is never absent: floating x has no scales.
     scales = jnp.zeros((0,), jnp.float32) if x_scale is None else x_scale.astype(jnp.float32)
-    library = _made(native.level_here())
-    if isinstance(library, str):
-        raise KernelError(f"quant_matmul: implementation 'cpu' cannot be made here: {library}")
-    target = _target(library)
+    target = KERNEL.target("QuantMatmul")
     call = _product(target, x_scale is not None, packed, wide_dtype)
     return call(x, scales, w, w_scale.astype(jnp.float32)).astype(out_dtype)
 
@@ -137,8 +97,3 @@ def _flat(a: jax.Array, size: int, is_batched: bool) -> jax.Array:
     if not is_batched:
         a = jnp.broadcast_to(a, (size, *a.shape))
     return a.reshape(-1, *a.shape[2:])
-
-
-def portable_call(native_call: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Any:
-    """``native_call(*args)`` in a program for a CPU and ``other(*args)`` in one for anything else."""
-    return jax.lax.platform_dependent(*args, cpu=native_call, default=other)

@@ -29,7 +29,7 @@ def script(path, text):
     return str(path)
 
 
-@pytest.mark.skipif(cpu.status()[0] is None, reason="no C++ compiler")
+@pytest.mark.skipif(cpu.KERNEL.status()[0] is None, reason="no C++ compiler")
 def test_a_source_is_compiled_once_and_again_when_it_changes(source, environ, monkeypatch):
     first = native.load(source, "portable", environ)
     assert first.handle.answer() == 41

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from test_quant_matmul import FORMS, make_problem, multiply
 
-from kernels_pallas import KernelError, native
+from kernels_pallas import KernelError, foreign, native
 from kernels_pallas.quant_matmul import cpu, pack_int4, quant_matmul, quantize_per_token
 
 BEST = native.levels_here()[0]
 # Kernels are compiled for these; the levels between share their code with one or the other.
 DEFAULT_LEVELS = (BEST, "portable")
 
-needs_kernel = pytest.mark.skipif(cpu.status()[0] is None, reason=f"no native kernel: {cpu.status()[1]}")
-pytestmark = needs_kernel
+LEVEL, WHY = cpu.KERNEL.status()
+pytestmark = pytest.mark.skipif(LEVEL is None, reason=f"no native kernel: {WHY}")
 
 
 @pytest.fixture(
@@ -178,13 +178,12 @@ def test_auto_is_the_kernel_on_a_cpu_and_xla_elsewhere():
         ).mlir_module()
         for platform in ("cpu", "cuda")
     )
-    assert "eaglejax.quant_matmul" in here
-    assert "eaglejax.quant_matmul" not in cuda
+    assert "eaglejax.QuantMatmul" in here
+    assert "eaglejax.QuantMatmul" not in cuda
 
 
 def _any_custom_call():
-    target = cpu._target(cpu._made(native.level_here()))
-    return jax.export.DisabledSafetyCheck.custom_call(target)
+    return jax.export.DisabledSafetyCheck.custom_call(cpu.KERNEL.target("QuantMatmul"))
 
 
 def test_a_kernel_of_another_machine_is_refused(monkeypatch):
@@ -202,7 +201,7 @@ def test_without_a_kernel_auto_says_so_once_and_leaves_the_product_to_xla(monkey
 
     arguments, want = make_problem(**FORMS["W8A8"], rows=2, k=64, n=40)
     monkeypatch.setattr(native, "load", load)
-    cpu._made.cache_clear()
+    foreign._made.cache_clear()
     try:
         for _ in range(2):
             got = quant_matmul(**arguments, out_dtype=jnp.float32)
@@ -210,6 +209,6 @@ def test_without_a_kernel_auto_says_so_once_and_leaves_the_product_to_xla(monkey
         with pytest.raises(KernelError, match=r"'cpu' cannot be made here: no compiler at all; .*\['xla'"):
             native_multiply(arguments)
     finally:
-        cpu._made.cache_clear()
+        foreign._made.cache_clear()
     assert tried == [BEST]
     assert caplog.text.count("left to XLA, which is slower: no compiler at all") == 1

@@ -14,22 +14,21 @@
 //                  are summed before the sum goes on in int32: up to 2^24 float32 holds every integer.
 
 #include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <mutex>
 #include <vector>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
+#include "kernel.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
+using kernel::ceil_div;
+using kernel::from_bfloat16;
+using kernel::to_bfloat16;
 
 namespace {
 
@@ -61,7 +60,6 @@ constexpr int64_t kExactTerms = 1024;
 // A thread that reads less than this of w costs more to wake than it saves.
 constexpr int64_t kBytesPerThread = 128 << 10;
 constexpr int64_t kChunksPerThread = 8;
-constexpr int kPausesBeforeSleep = 4000;
 
 enum class Arithmetic { kVnni, kBfloat16, kFloat, kFloatOfIntegers };
 
@@ -89,23 +87,6 @@ struct Strip {
   const float* scale;
   int64_t scale_stride;
 };
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-float from_bfloat16(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
-uint16_t to_bfloat16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  const uint32_t nan = (bits >> 16) | 0x40;
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return static_cast<uint16_t>(value != value ? nan : rounded);
-}
 
 Vector load(const float* p) {
   Vector v;
@@ -464,42 +445,6 @@ void prepare(Problem& p, const void* x, ffi::DataType type) {
   }
 }
 
-// Calls body(0) ... body(count - 1), the caller and up to threads - 1 threads of the pool taking them in turn.
-// The caller never waits for a task that has not begun, so that callers who are themselves on the pool's threads
-// cannot wait for each other.
-template <typename Body>
-void parallel_for(ffi::ThreadPool& pool, int64_t threads, int64_t count, const Body& body) {
-  struct Shared {
-    const Body* body;
-    int64_t count;
-    std::atomic<int64_t> next{0}, done{0};
-    std::mutex mutex;
-    std::condition_variable finished;
-    void work() {
-      for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
-        (*body)(i);
-        if (done.fetch_add(1) + 1 == count) {
-          std::lock_guard<std::mutex> lock(mutex);
-          finished.notify_all();
-        }
-      }
-    }
-  };
-  const auto shared = std::make_shared<Shared>();
-  shared->body = &body;
-  shared->count = count;
-  for (int64_t t = 1; t < threads; ++t) pool.Schedule([shared] { shared->work(); });
-  shared->work();
-  // What is left is under way; it mostly ends sooner than a sleeper wakes.
-  for (int i = 0; i < kPausesBeforeSleep && shared->done.load() < count; ++i) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
-  std::unique_lock<std::mutex> lock(shared->mutex);
-  shared->finished.wait(lock, [&] { return shared->done.load() == count; });
-}
-
 Arithmetic arithmetic_of(ffi::DataType type) {
   if (type == ffi::S8) {
 #if defined(__AVX512VNNI__)
@@ -542,7 +487,7 @@ ffi::Error quant_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, RowScales x_scal
   const int64_t worth = std::max<int64_t>(1, p.stored * p.columns * ceil_div(p.rows, kRows) / kBytesPerThread);
   const int64_t threads = std::min({worth, strips, std::max<int64_t>(1, pool.num_threads())});
   const int64_t chunks = threads == 1 ? 1 : std::min(strips, threads * kChunksPerThread);
-  parallel_for(pool, threads, chunks, [&](int64_t chunk) {
+  kernel::parallel_for(pool, threads, chunks, [&](int64_t chunk) {
     for (int64_t i = chunk * strips / chunks; i < (chunk + 1) * strips / chunks; ++i) multiply_strip(p, i);
   });
   return ffi::Error::Success();

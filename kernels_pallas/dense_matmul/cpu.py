@@ -1,0 +1,85 @@
+"""Product with bfloat16 weights for few rows on a CPU: a C++ kernel that XLA calls, compiled on first use.
+
+Weights are read from memory once, as they are stored, and every row's result is the same to the bit however
+many rows there are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.dense_matmul.reference import dense_matmul_reference
+from kernels_pallas.foreign import Kernel
+
+KERNEL = Kernel(
+    op="dense_matmul",
+    source=Path(__file__).parent / "native" / "dense_matmul.cc",
+    symbols=("DenseMatmul", "DenseMatmulTransposed"),
+    left="products with bfloat16 weights are left to XLA, which is slower for few rows",
+    levels=("avx512-bf16", "avx512-vnni", "avx512", "avx2"),
+)
+
+# Most rows for which "auto" takes the kernel, by level.
+MOST_ROWS = {"avx512-bf16": 64, "avx512-vnni": 16, "avx512": 16, "avx2": 16}
+
+
+def refusal(x: jax.Array, w: jax.Array) -> str | None:
+    """Why the kernel does not take x [M, K] and w, or None."""
+    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
+        return f"takes bfloat16 activations and weights, not {x.dtype} and {w.dtype}"
+    if 0 in (*x.shape, *w.shape):
+        return f"takes no empty arrays, such as {x.shape} and {w.shape}"
+    return KERNEL.refusal()
+
+
+def few(rows: int) -> bool:
+    """Whether the kernel is the better choice for so many rows; there is a kernel."""
+    level, _ = KERNEL.status()
+    return level is not None and rows <= MOST_ROWS[level]
+
+
+def dense_matmul_cpu(x: jax.Array, w: jax.Array, *, transposed: bool, out_dtype: jnp.dtype) -> jax.Array:
+    """See `dense_matmul` in the package; x is [M, K].
+
+    Derivatives are the reference's. Under vmap rows of x that share their weights become rows of one call;
+    batched weights are multiplied one after the other.
+    """
+    wide = out_dtype if out_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
+    target = KERNEL.target("DenseMatmulTransposed" if transposed else "DenseMatmul")
+    return _product(target, transposed, wide)(x, w).astype(out_dtype)
+
+
+@functools.cache
+def _product(target: str, transposed: bool, out_dtype: jnp.dtype) -> Callable[..., jax.Array]:
+    """The call as a differentiable and batchable function of (x, w)."""
+
+    @jax.custom_batching.custom_vmap
+    def run(x, w):
+        shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[0 if transposed else 1]), out_dtype)
+        return jax.ffi.ffi_call(target, shape)(x, w)
+
+    @run.def_vmap
+    def run_batched(size: int, batched: list[bool], x, w):
+        if not batched[1]:
+            out = run(x.reshape(-1, x.shape[-1]), w)
+            return out.reshape(size, -1, out.shape[-1]), True
+        if batched[0]:
+            return jax.lax.map(lambda pair: run(*pair), (x, w)), True
+        return jax.lax.map(lambda one: run(x, one), w), True
+
+    @jax.custom_jvp
+    def product(x, w):
+        return run(x, w)
+
+    @product.defjvp
+    def product_jvp(primals, tangents):
+        reference = functools.partial(dense_matmul_reference, transposed=transposed, out_dtype=out_dtype)
+        _, tangent = jax.jvp(reference, primals, tangents)
+        return product(*primals), tangent
+
+    return product
