@@ -28,6 +28,12 @@ from eaglejax.cli.bench import (
 from eaglejax.config import PromptRow, SpeculativeConfig
 
 TARGET = "demo"
+DRAFTS = {
+    "eagle3": SpeculativeConfig("eagle3", model=TARGET, tree_depth=4, tree_branching=4, tree_nodes=8),
+    "ngram": SpeculativeConfig("ngram"),
+    "prediction": SpeculativeConfig("prediction"),
+}
+"""How each method of a scene drafts. The tree is small: on a few cores a node of it is not free."""
 STREAMED_ROUNDS = 4
 """Rounds between two looks at the host: few enough to watch the text grow."""
 
@@ -70,11 +76,11 @@ def scenes(quick: bool) -> list[Scene]:
     """The requests of the demo, short ones alone when ``quick``."""
     write = _scene(
         "write",
-        "Write code; drafts repeat what the text has said before (n-gram lookup)",
-        "ngram",
+        "Write code; drafts come from the EAGLE-3 draft that is shipped with the package",
+        "eagle3",
         "Write a Python class Vec3 with fields x, y, z and the methods __add__, __sub__, __mul__ and "
         "__neg__. Code only, no comments.",
-        64 if quick else 160,
+        96 if quick else 160,
     )
     edit = _scene(
         "edit",
@@ -85,6 +91,16 @@ def scenes(quick: bool) -> list[Scene]:
         112,
         f"```python\n{ACCOUNT_CODE}```",
     )
+    if quick:
+        return [write, edit]
+    count = _scene(
+        "count",
+        "Write code and explain it (EAGLE-3)",
+        "eagle3",
+        "Write a Python function that counts how often each word occurs in a text file, and explain it.",
+        160,
+    )
+    chinese = _scene("chinese", "Answer in Chinese (EAGLE-3)", "eagle3", "请介绍一下二分查找算法。", 128)
     table = _scene(
         "table",
         "Turn a list into JSON (n-gram lookup)",
@@ -94,7 +110,7 @@ def scenes(quick: bool) -> list[Scene]:
         "Rome, Italy, Tiber. JSON only.",
         160,
     )
-    return [write, edit] if quick else [write, edit, table]
+    return [write, count, chinese, edit, table]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +151,8 @@ class Demo:
 
     def _play(self, target: ej.Target, scene: Scene) -> Session:
         proposers = {
-            name: methods.proposer_from(target, SpeculativeConfig(name)) for name in ("ar", scene.method)
+            "ar": None,
+            scene.method: methods.proposer_from(target, DRAFTS[scene.method]),
         }
         with _stage(scene, quiet=self.json) as view:
             session = Session(scene.max_new_tokens, rounds_a_chunk=STREAMED_ROUNDS, view=view)

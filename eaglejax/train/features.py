@@ -98,7 +98,7 @@ def identity(target: Target, aux: tuple[int, ...]) -> dict[str, Any]:
         "aux": list(aux),
         "hidden": "after the final norm",
         "dtype": target.dtype.name,
-        "basis": BASIS,
+        "basis": target.basis or BASIS,
         "hidden_size": target.config.hidden_size,
         "vocab_size": target.config.vocab_size,
     }

@@ -1,5 +1,6 @@
 """Features: packed equals alone, cached equals online, and nothing of another kind is ever read."""
 
+import dataclasses
 import json
 import os
 
@@ -12,9 +13,11 @@ from eaglejax.errors import CheckpointError, MismatchError
 from eaglejax.models import decoder
 from eaglejax.train import feature_cache
 from eaglejax.train.feature_cache import FeatureCache, write_features
-from eaglejax.train.features import fingerprint, head_summary, identity, with_features
+from eaglejax.train.features import check_identity, fingerprint, head_summary, identity, with_features
 from eaglejax.train.packing import assemble
+from eaglejax.train.prepare import draft_config
 from eaglejax.train.samples import Sample
+from eaglejax.train.settings import DraftSettings
 
 AUX = (0, 2, 4)
 
@@ -64,6 +67,16 @@ def test_the_head_is_asked_in_pieces_without_losing_rows(target, monkeypatch):
     pieces = head_summary(target.params, target.config, hidden)
     np.testing.assert_array_equal(whole[0], pieces[0])
     np.testing.assert_allclose(whole[1], pieces[1], rtol=1e-6)
+
+
+def test_features_and_drafts_of_a_rotated_target_say_so(target):
+    turned = dataclasses.replace(target, basis="0123abcd")
+    assert identity(target, AUX)["basis"] == "original"
+    assert identity(turned, AUX)["basis"] == "0123abcd"
+    with pytest.raises(MismatchError, match="basis is 'original', needed is '0123abcd'"):
+        check_identity(identity(target, AUX), identity(turned, AUX), "a folder")
+    assert draft_config(DraftSettings(aux=AUX), target, 3).basis is None
+    assert draft_config(DraftSettings(aux=AUX), turned, 3).basis == "0123abcd"
 
 
 def test_cached_and_online_features_give_the_same_batch(target, cache):
