@@ -9,7 +9,7 @@ calibration, where a variant needs it, and are not scored.
 A variant is ``float``, or a scheme with what is done besides: ``w8a8``, ``w4a8-g32+mse``,
 ``w8a8-static+smooth``. Figures of each: ``perplexity``; ``kl``, the mean divergence KL(float || variant)
 in nats a token; ``agreement``, the part of tokens whose likeliest next token is the float weights' own;
-``bytes`` of all weights; ``seconds`` of scoring, compilation included.
+``bytes`` of all weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import math
 import shlex
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,9 +131,7 @@ def variant(target: Target, name: str, statistics: Statistics) -> Target:
 def measure(target: Target, texts: Sequence[Sample], width: int, base: np.ndarray | None) -> dict[str, Any]:
     """``figures`` of one variant and its ``logp`` [T, V]; ``base`` [T, V]: the float weights' (None: this is
     them)."""
-    begin = time.perf_counter()
     own, whole = score(target, texts, width)
-    seconds = time.perf_counter() - begin
     base = whole if base is None else base
     divergence = [float(np.sum(np.exp(b) * (b - w))) for b, w in zip(base, whole, strict=True)]
     return {
@@ -143,7 +140,6 @@ def measure(target: Target, texts: Sequence[Sample], width: int, base: np.ndarra
             "kl": float(np.mean(divergence)),
             "agreement": float(np.mean(base.argmax(-1) == whole.argmax(-1))),
             "bytes": target.nbytes,
-            "seconds": seconds,
         },
         "logp": whole,
     }
