@@ -175,9 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         base = found["logp"] if base is None else base
         figures[name] = found["figures"]
         print(name, " ".join(f"{k} {v:.6g}" for k, v in figures[name].items()), flush=True)
-    command = "python -m experiments.quantization.perplexity " + shlex.join(
-        ["--answers", options.answers.name, "--target", options.target]
-    )
+    settings = ("tokens", "width", "calibrate", "dtype")
+    words = ["--answers", options.answers.name, "--target", options.target]
+    words += [word for name in settings for word in (f"--{name}", str(getattr(options, name)))]
+    command = "python -m experiments.quantization.perplexity " + shlex.join(words)
     config = {
         "target": options.target,
         "dtype": options.dtype,
