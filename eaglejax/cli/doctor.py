@@ -38,6 +38,7 @@ def examine() -> dict[str, Any]:
     """The object that ``doctor --json`` prints."""
     startup = devices.prepare()
     adapter = devices.current()
+    on_cpu = adapter.platform == "cpu"
     choice = cpu.choose_dtype()
     return {
         "machine": machine.describe(),
@@ -47,7 +48,8 @@ def examine() -> dict[str, Any]:
             "fastest_dtype_reason": choice.reason,
             "product_ms": choice.milliseconds,
         },
-        "packed_products": dataclasses.asdict(cpu.packed_products()) if adapter.platform == "cpu" else None,
+        "bfloat16_products": dataclasses.asdict(cpu.bfloat16_products()) if on_cpu else None,
+        "packed_products": dataclasses.asdict(cpu.packed_products()) if on_cpu else None,
         "cpu_flags": dataclasses.asdict(startup.cpu_flags),
         "compile_cache": dataclasses.asdict(startup.compile_cache),
         "home": str(compile_cache.home(os.environ)),
@@ -112,6 +114,10 @@ def _choices(adapter: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _kernel(products: dict[str, Any]) -> str:
+    return f"C++ kernel, {products['level']}" if products["level"] else "XLA, no C++ kernel"
+
+
 def _times(milliseconds: dict[int, float]) -> str:
     return ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in milliseconds.items())
 
@@ -132,9 +138,11 @@ def _print(report: dict[str, Any]) -> None:
     table.add_row("fastest dtype", f"{adapter['fastest_dtype']}: {adapter['fastest_dtype_reason']}")
     for dtype, times in adapter["product_ms"].items():
         table.add_row("", f"{dtype}: {_times(times)}")
+    if wide := report["bfloat16_products"]:
+        rows = f" up to {wide['most_rows']} rows" if wide["level"] else ""
+        table.add_row("bfloat16 weights", f"{_kernel(wide)}{rows}: {wide['reason']}")
     if packed := report["packed_products"]:
-        chosen = f"C++ kernel, {packed['level']}" if packed["level"] else "XLA, no C++ kernel"
-        table.add_row("packed weights", f"{chosen}: {packed['reason']}")
+        table.add_row("packed weights", f"{_kernel(packed)}: {packed['reason']}")
         table.add_row("", f"W8A8: {_times(packed['milliseconds'])}")
     flags = report["cpu_flags"]
     table.add_row("CPU flags", "\n".join([flags["reason"], *flags["in_force"]]))

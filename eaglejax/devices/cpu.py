@@ -217,6 +217,30 @@ def _best_ms(product: Callable[..., Any], *arguments: Any) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
+class BFloat16Products:
+    """How products with bfloat16 weights are computed on this CPU; ``choose_dtype`` measures them.
+
+    ``implementation``: "cpu", the compiled kernel, for at most ``most_rows`` rows, or "xla". ``level``: the
+    instruction set that the kernel was compiled for, None without it. ``reason``: where the kernel is kept,
+    or why there is none.
+    """
+
+    implementation: str
+    level: str | None
+    reason: str
+    most_rows: int
+
+
+def bfloat16_products() -> BFloat16Products:
+    """What "auto" makes of a product with bfloat16 weights here."""
+    from kernels_pallas.dense_matmul import cpu as kernel
+
+    level, reason = kernel.KERNEL.status()
+    most_rows = 0 if level is None else kernel.MOST_ROWS[level]
+    return BFloat16Products("cpu" if level else "xla", level, reason, most_rows)
+
+
+@dataclasses.dataclass(frozen=True)
 class PackedProducts:
     """How products with 8- and 4-bit weights are computed on this CPU.
 

@@ -5,13 +5,13 @@ A weight is an array or any pytree that follows :class:`PackedWeight` (a quantis
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from eaglejax.nn.gather import take
+from kernels_pallas.dense_matmul import dense_matmul
 
 
 @runtime_checkable
@@ -42,23 +42,10 @@ def linear(
     if isinstance(w, PackedWeight):
         y = w.matmul(x, transposed=transposed)
     else:
-        y = _dot(x, w, transposed)
+        y = dense_matmul(x, w, transposed=transposed, out_dtype=jnp.float32)
     if b is not None:
         y = y + b.astype(jnp.float32)
     return y.astype(dtype or x.dtype)
-
-
-def _dot(x: jax.Array, w: jax.Array, transposed: bool) -> jax.Array:
-    dims = (((1,), (1 if transposed else 0,)), ((), ()))
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    alone = rows.shape[0] == 1 and w.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    if alone:
-        # XLA:CPU multiplies a single bf16 row on a scalar path, 10-20 times slower than two rows.
-        rows = jnp.concatenate([rows, rows])
-    y = jax.lax.dot_general(rows, w, dims, preferred_element_type=jnp.float32)
-    if alone:
-        y = y[:1]
-    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def grouped_linear(x: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:

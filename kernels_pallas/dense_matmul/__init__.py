@@ -36,7 +36,7 @@ def dense_matmul(
       w: float [K, N]; [N, K] when transposed.
       out_dtype: x's dtype by default.
       implementation: "xla"; the "cpu" kernel, for bfloat16 x and w, which a C++ compiler makes on first use;
-        or "auto", which takes the kernel on a CPU for few rows (`cpu.MOST_ROWS`) and XLA otherwise.
+        or "auto", which takes the kernel on a single CPU device for few rows (`cpu.MOST_ROWS`), else XLA.
 
     Returns:
       [..., N] of out_dtype, accumulated in float32. The kernel gives a row the same bits in a call of any

@@ -25,7 +25,7 @@ KERNEL = Kernel(
 )
 
 # Most rows for which "auto" takes the kernel, by level.
-MOST_ROWS = {"avx512-bf16": 64, "avx512-vnni": 16, "avx512": 16, "avx2": 16}
+MOST_ROWS = {"avx512-bf16": 512, "avx512-vnni": 16, "avx512": 16, "avx2": 8}
 
 
 def refusal(x: jax.Array, w: jax.Array) -> str | None:
@@ -38,9 +38,12 @@ def refusal(x: jax.Array, w: jax.Array) -> str | None:
 
 
 def few(rows: int) -> bool:
-    """Whether the kernel is the better choice for so many rows; there is a kernel."""
+    """Whether "auto" takes the kernel for so many rows.
+
+    It does not where jax has several CPU devices: XLA splits its own product over a mesh, and not this call.
+    """
     level, _ = KERNEL.status()
-    return level is not None and rows <= MOST_ROWS[level]
+    return level is not None and rows <= MOST_ROWS[level] and jax.device_count() == 1
 
 
 def dense_matmul_cpu(x: jax.Array, w: jax.Array, *, transposed: bool, out_dtype: jnp.dtype) -> jax.Array:

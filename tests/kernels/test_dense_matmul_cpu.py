@@ -1,0 +1,174 @@
+"""The C++ kernel for bfloat16 weights: what it computes, that rows are independent, how it stands in jax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eaglejax.nn.linear import linear
+from kernels_pallas import KernelError, foreign, native
+from kernels_pallas.dense_matmul import cpu, dense_matmul
+
+LEVEL, WHY = cpu.KERNEL.status()
+pytestmark = pytest.mark.skipif(LEVEL is None, reason=f"no native kernel: {WHY}")
+# The level between shares its code with one or the other.
+LEVELS = [level for level in native.levels_here() if level in cpu.KERNEL.levels]
+
+
+@pytest.fixture(
+    params=[
+        level if level in (LEVEL, "avx2") else pytest.param(level, marks=pytest.mark.slow) for level in LEVELS
+    ]
+)
+def level(request, monkeypatch):
+    monkeypatch.setenv(native.LEVEL_VARIABLE, request.param)
+    return request.param
+
+
+def make_problem(rows, k, n, transposed=False, seed=0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(size=(rows, k)), jnp.bfloat16)
+    w = jnp.asarray(rng.normal(size=(n, k) if transposed else (k, n)), jnp.bfloat16)
+    matrix = np.asarray(w, np.float64)
+    return x, w, np.asarray(x, np.float64) @ (matrix.T if transposed else matrix)
+
+
+def native_multiply(x, w, **options):
+    # Not jitted: the call is one operation, whose little program jax keeps by shape.
+    return dense_matmul(x, w, implementation="cpu", **options)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+# Several tiles of rows of w, the last one odd, columns ending within a unit; less than a block; whole ones.
+@pytest.mark.parametrize(("k", "n"), [(1101, 301), (3, 5), (64, 256)])
+def test_equals_the_product_for_any_number_of_rows(level, k, n, transposed):
+    # 17 rows are blocks of 6, 6 and 5; up to three take the wide blocks.
+    x, w, want = make_problem(17, k, n, transposed)
+    got = native_multiply(x, w, transposed=transposed, out_dtype=jnp.float32)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
+    for rows in (slice(3, 4), slice(2), slice(14, 17), slice(9), slice(5, 16)):
+        some = native_multiply(x[rows], w, transposed=transposed, out_dtype=jnp.float32)
+        np.testing.assert_array_equal(some, got[rows])
+    rounded = native_multiply(x, w, transposed=transposed)
+    np.testing.assert_array_equal(rounded, got.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_is_not_finite_stays_in_its_row_and_column(level, transposed):
+    x, w, want = make_problem(5, 33, 40, transposed)
+    x = x.at[2, 7].set(jnp.nan)
+    # In the last row of an odd number, whose partner is a zero that must not meet it.
+    w = w.at[(4, 32) if transposed else (32, 4)].set(jnp.inf)
+    got = np.asarray(native_multiply(x, w, transposed=transposed, out_dtype=jnp.float32))
+    assert np.isnan(got[2]).all()
+    rest, columns = np.arange(5) != 2, np.arange(40) != 4
+    np.testing.assert_array_equal(got[rest, 4], np.where(np.asarray(x)[rest, 32] > 0, np.inf, -np.inf))
+    np.testing.assert_allclose(got[rest][:, columns], want[rest][:, columns], atol=1e-4)
+
+
+def test_a_linear_layer_gives_a_token_the_same_bits_in_every_tree(level):
+    x, w, _ = make_problem(cpu.MOST_ROWS[level], 96, 70)
+    layer = jax.jit(lambda x: linear(x, w, jnp.ones(70, jnp.bfloat16)))
+    whole = layer(x[None])[0]
+    for rows in (1, 8):
+        np.testing.assert_array_equal(layer(x[:rows]), whole[:rows])
+    assert "eaglejax.DenseMatmul" in layer.lower(x).as_text()
+    assert "eaglejax.DenseMatmul" not in layer.lower(jnp.concatenate([x, x[:1]])).as_text()
+
+
+def test_other_dtypes_are_left_to_xla():
+    x, w, want = make_problem(3, 32, 20)
+    for a, b in ((x.astype(jnp.float32), w), (x.astype(jnp.float16), w.astype(jnp.float16))):
+        program = jax.jit(functools.partial(dense_matmul, out_dtype=jnp.float32))
+        assert "eaglejax" not in program.lower(a, b).as_text()
+        np.testing.assert_allclose(program(a, b), want, atol=1e-2)
+        with pytest.raises(
+            KernelError, match=r"'cpu' takes bfloat16 activations and weights, not .*run on \['xla'\]"
+        ):
+            native_multiply(a, b)
+    for a, b, message in (
+        (x, w[:31], r"x has K = 32, and w \(31, 20\) has 31"),
+        (x.astype(jnp.int8), w, "x is int8, expected float"),
+        (x, w[None], "w of rank 2"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            dense_matmul(a, b)
+    assert dense_matmul(x[:0], w).shape == (0, 20)
+    np.testing.assert_array_equal(dense_matmul(x[:, :0], w[:0]), jnp.zeros((3, 20)))
+
+
+def test_in_a_loop_with_donated_buffers():
+    """A hundred products a call, large enough to be shared between threads, inside a while_loop."""
+    x, w, _ = make_problem(2, 512, 512)
+    w = w / 20
+
+    @functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
+    def run(x, implementation):
+        def step(carry):
+            i, x = carry
+            return i + 1, jnp.tanh(dense_matmul(x, w, implementation=implementation))
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 100, step, (0, x))[1]
+
+    first, again = (np.asarray(run(jnp.array(x), "auto").astype(jnp.float32)) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    assert np.isfinite(first).all()
+    assert np.abs(first).max() > 0.1
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_vmap_and_derivatives(transposed):
+    x, w, _ = make_problem(6, 40, 24, transposed)
+    product = functools.partial(native_multiply, transposed=transposed, out_dtype=jnp.float32)
+    want = product(x, w)
+    np.testing.assert_array_equal(jax.vmap(product, (0, None))(x.reshape(2, 3, 40), w).reshape(6, -1), want)
+    both = jnp.stack([w, -w])
+    for mapped in (jax.vmap(product, (None, 0))(x, both), jax.vmap(product)(jnp.stack([x, x]), both)):
+        np.testing.assert_array_equal(mapped, jnp.stack([want, -want]))
+
+    def loss(x, w, implementation):
+        return jnp.sum(jnp.sin(dense_matmul(x, w, transposed=transposed, implementation=implementation)))
+
+    grad = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+    for ours, theirs in zip(grad(x, w, "auto"), grad(x, w, "xla"), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=0.05, rtol=0.02
+        )
+
+
+def test_programs_for_other_devices_hold_xlas_product():
+    x, w, _ = make_problem(2, 64, 40)
+    cuda = jax.export.export(jax.jit(dense_matmul), platforms=["cuda"])(x, w).mlir_module()
+    assert "DenseMatmul" not in cuda
+    assert "dot_general" in cuda
+
+
+def test_what_has_no_vector_instructions_is_left_to_xla(monkeypatch, caplog):
+    x, w, want = make_problem(2, 64, 40)
+    monkeypatch.setenv(native.LEVEL_VARIABLE, "portable")
+    np.testing.assert_allclose(dense_matmul(x, w, out_dtype=jnp.float32), want, atol=1e-4)
+    with pytest.raises(KernelError, match=r"cannot be made here: it needs .*avx2, .* level is portable"):
+        native_multiply(x, w)
+    monkeypatch.setenv(native.OFF_VARIABLE, "1")
+    with pytest.raises(KernelError, match="turned off by EAGLEJAX_NO_NATIVE"):
+        native_multiply(x, w)
+    assert not caplog.text
+
+
+def test_without_a_compiler_auto_says_so_once(monkeypatch, caplog):
+    x, w, want = make_problem(1, 64, 40)
+
+    def load(source, level):
+        raise KernelError("no compiler at all")
+
+    monkeypatch.setattr(native, "load", load)
+    foreign._made.cache_clear()
+    try:
+        for _ in range(2):
+            np.testing.assert_allclose(dense_matmul(x, w, out_dtype=jnp.float32), want, atol=1e-4)
+    finally:
+        foreign._made.cache_clear()
+    assert caplog.text.count("for few rows: no compiler at all") == 1
