@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=record.ROOT, help="where the study's results lie")
     args = parser.parse_args(argv)
     try:
-        path = study(args, list(sys.argv[1:] if argv is None else argv))
+        path = study(args)
     except EaglejaxError as error:
         show.print_error(str(error))
         return 2
@@ -173,8 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def study(args: argparse.Namespace, argv: list[str]) -> Path:
-    """The result file of one run."""
+def study(args: argparse.Namespace) -> Path:
+    """The result file of one run; of the prompts' file it keeps the name, not the place."""
     original = ej.load_target(args.target, dtype=args.dtype)
     file = read_draft(draft_folder(args.draft))
     config = file.config.fit(original.config)
@@ -200,10 +200,12 @@ def study(args: argparse.Namespace, argv: list[str]) -> Path:
             f"rounds {trace} the original's"
         )
     settings = {k: v for k, v in vars(args).items() if k not in ("root", "name")}
+    settings |= {"prompts": Path(args.prompts).name, "draft": Path(args.draft).name}
+    options = [f"--{k.replace('_', '-')} {v}" for k, v in settings.items()]
     return record.record(
         "rotation",
         args.name,
-        command=" ".join(["python -m experiments.rotation.ladder", *argv]),
+        command=" ".join(["python -m experiments.rotation.ladder", *options, f"--name {args.name}"]),
         config=settings | {"basis": rotated.basis, "prompts_used": len(prompts)},
         seed=args.seed,
         figures={"rungs": rungs, "seconds_to_rotate": seconds},
