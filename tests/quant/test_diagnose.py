@@ -111,11 +111,16 @@ PLANTS = {
     "vocabulary": [plant_permuted_vocabulary],
     "norms": [plant_norm],
 }
+SLOW = (plant_silent_rotation, plant_second_alignment)
 
 
 @pytest.mark.parametrize(
     ("test", "plant"),
-    [(t, p) for t, plants in PLANTS.items() for p in plants],
+    [
+        pytest.param(t, p, marks=[pytest.mark.slow] if p in SLOW else [])
+        for t, plants in PLANTS.items()
+        for p in plants
+    ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_a_planted_fault_is_found_by_its_own_test(test, plant, tmp_path):

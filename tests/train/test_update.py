@@ -73,6 +73,7 @@ def test_accumulated_micro_batches_are_one_larger_batch(whole):
     assert float(whole[1].gradient_norm) > 0.01
 
 
+@pytest.mark.slow
 def test_recomputation_changes_nothing(whole):
     assert_same(gradient_step([joined()], remat=True), whole)
 
