@@ -1,9 +1,29 @@
 """Settings of every test process; they stand before the first import of jax."""
 
+import gc
 import os
 from pathlib import Path
+
+import pytest
 
 # The tests state what holds on a CPU; a GPU's default matmul precision would need other tolerances.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Beside the code, so that a user's cache neither helps nor harms.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
+
+
+MOST_MAPPINGS = 20_000
+"""Linux gives a process 65,530 memory mappings. Every compiled program takes some and keeps them while jax
+remembers it; at the limit the compiler dies."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs_in_time():
+    """Let jax forget what it compiled, between modules, before a worker runs out of mappings."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()

@@ -1,5 +1,6 @@
 """``eaglejax bench`` and ``demo`` on a tiny model: what is printed and what is compared."""
 
+import dataclasses
 import json
 
 import pytest
@@ -151,8 +152,11 @@ def test_a_table_for_people(run, model, rows_file):
         assert word in err
 
 
-def test_the_demo_shows_and_counts_the_same_texts(run, model, monkeypatch):
+def test_the_demo_shows_and_counts_the_same_texts(run, model, drafts, monkeypatch):
     monkeypatch.setattr(demo, "TARGET", model)
+    assert demo.DRAFTS["eagle3"].model == "demo"
+    ours = dataclasses.replace(demo.DRAFTS["eagle3"], model=drafts["eagle3"])
+    monkeypatch.setitem(demo.DRAFTS, "eagle3", ours)
     short = demo.scenes(quick=True)
     assert len(short) == 2
     assert len(demo.scenes(quick=False)) > 2
@@ -167,7 +171,7 @@ def test_the_demo_shows_and_counts_the_same_texts(run, model, monkeypatch):
     assert status == 0
     assert report["identical"] is True
     assert [s["id"] for s in report["scenes"]] == ["write", "edit"]
-    for scene, method in zip(report["scenes"], ("ngram", "prediction"), strict=True):
+    for scene, method in zip(report["scenes"], ("eagle3", "prediction"), strict=True):
         assert list(scene["methods"]) == ["ar", method, "ar_float32"]
         assert all(set(m) >= STATS for m in scene["methods"].values())
         plain, drafted, _ = scene["results"]
@@ -177,6 +181,6 @@ def test_the_demo_shows_and_counts_the_same_texts(run, model, monkeypatch):
     status, out, err = run("demo")
     assert status == 0
     assert out.count(plain["text"]) == 2
-    assert "--- ngram ---" in out
+    assert "--- eagle3 ---" in out
     assert "--- prediction ---" not in out
     assert "same text as AR" in err
