@@ -132,6 +132,7 @@ def draft_config(settings: DraftSettings, target: Target, version: int) -> Eagle
         target_rows=settings.target_rows,
         embed_scale=model.embed_scale,
         softcap=model.final_softcap,
+        basis=target.basis,
     )
 
 
