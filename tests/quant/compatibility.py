@@ -17,7 +17,8 @@ from eaglejax.nn.kv_format import FORMATS
 from eaglejax.quant import SCHEMES, calibrate, quantize_target
 from eaglejax.quant.kv import calibrate_cache
 
-PLAIN = "float"
+PLAIN, PLAIN_CACHE = "float", "float32"
+TREE = "eagle3"
 METHOD_AXIS = tuple(name for name in METHODS if name != "ar")
 SCHEME_AXIS = (PLAIN, *SCHEMES)
 CACHE_AXIS = FORMATS
@@ -99,25 +100,52 @@ def same(method: str, scheme: str, cache: str) -> bool:
     return decode(method, scheme, cache, text) == want
 
 
-def page(cells: dict[tuple[str, str, str], bool]) -> str:
+def cells() -> list[tuple[str, str, str]]:
+    """Every pair of two axes, the third one plain: methods on schemes, on caches, and schemes on caches under
+    a tree of drafts."""
+    pairs = [(m, s, PLAIN_CACHE) for m in METHOD_AXIS for s in SCHEME_AXIS]
+    pairs += [(m, PLAIN, c) for m in METHOD_AXIS for c in CACHE_AXIS]
+    pairs += [(TREE, s, c) for s in SCHEME_AXIS for c in CACHE_AXIS]
+    return list(dict.fromkeys(pairs))
+
+
+def page(found: dict[tuple[str, str, str], bool]) -> str:
     """docs/compatibility.md of measured cells."""
     lines = [
         "# Compatibility",
         "",
-        "Drafting methods on weight schemes with formats of keys and values. This page is written by",
-        "`pytest -m slow tests/quant/test_compatibility.py`: a tiny target decodes greedily in f32, plainly",
-        "and with each method, its weights and cache in the forms of the section and the row. `=`: the same",
-        "tokens; `x`: other ones. How fast a cell is, [performance.md](performance.md) says.",
+        "Drafting methods, weight schemes and formats of keys and values, pair by pair. This page is written",
+        "by `pytest -m slow tests/quant/test_compatibility.py`: a tiny target decodes greedily in f32, plain",
+        "and with the method, its weights and cache in the forms named. `=`: the same tokens; `x`: others.",
+        "How fast a cell is, [performance.md](performance.md) says.",
     ]
-    for scheme in SCHEME_AXIS:
-        lines += [
-            "",
-            f"## {scheme}",
-            "",
-            f"| cache | {' | '.join(METHOD_AXIS)} |",
-            "|---" * (len(METHOD_AXIS) + 1) + "|",
-        ]
-        for cache in CACHE_AXIS:
-            marks = ["=" if cells[method, scheme, cache] else "x" for method in METHOD_AXIS]
-            lines.append(f"| {cache} | {' | '.join(marks)} |")
+
+    def table(title: str, corner: str, rows: tuple[str, ...], columns: tuple[str, ...], cell) -> None:
+        lines.extend(["", f"## {title}", "", f"| {corner} | {' | '.join(columns)} |"])
+        lines.append("|---" * (len(columns) + 1) + "|")
+        for row in rows:
+            marks = ["=" if found[cell(row, column)] else "x" for column in columns]
+            lines.append(f"| {row} | {' | '.join(marks)} |")
+
+    table(
+        f"Methods on weight schemes, cache {PLAIN_CACHE}",
+        "scheme",
+        SCHEME_AXIS,
+        METHOD_AXIS,
+        lambda s, m: (m, s, PLAIN_CACHE),
+    )
+    table(
+        "Methods on cache formats, weights float",
+        "cache",
+        CACHE_AXIS,
+        METHOD_AXIS,
+        lambda c, m: (m, PLAIN, c),
+    )
+    table(
+        f"Weight schemes on cache formats, method {TREE}",
+        "cache",
+        CACHE_AXIS,
+        SCHEME_AXIS,
+        lambda c, s: (TREE, s, c),
+    )
     return "\n".join(lines) + "\n"
