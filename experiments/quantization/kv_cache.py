@@ -29,7 +29,7 @@ from eaglejax.train.samples import read_samples
 from experiments.quantization.perplexity import ROWS, choose, measure
 from experiments.record import record
 
-ROTATED = ("int8", "fp8", "turbo4", "iso4", "rotor4", "rotor3")
+ROTATED = ("int8", "fp8", "turbo4")
 """Formats that are measured with rotated keys too."""
 
 
