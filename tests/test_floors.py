@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +79,11 @@ def test_the_kernels_stand_alone() -> None:
     }
     assert "jax" in found
     assert "eaglejax" not in found
+
+
+def test_importing_the_package_loads_nothing_that_few_need() -> None:
+    """Pallas takes a third of a second; torch and matplotlib are not even dependencies."""
+    heavy = ("jax.experimental.pallas", "torch", "matplotlib")
+    code = f"import sys, eaglejax; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

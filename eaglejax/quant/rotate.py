@@ -28,8 +28,6 @@ from eaglejax.models.target import Target
 from eaglejax.quant.basis import Basis, basis_id
 from eaglejax.quant.online import HadamardInput
 from kernels_pallas import KernelError
-from kernels_pallas.hadamard import factor, hadamard_matrix
-from kernels_pallas.hadamard.reference import stages
 
 Kind = Literal["hadamard", "random", "block", "identity"]
 
@@ -82,6 +80,9 @@ def _matrix(rotation: Rotation) -> np.ndarray:
         q, r = np.linalg.qr(rng.normal(size=(size, size)))
         matrix = q * np.sign(np.diag(r))
     else:
+        # Importing Pallas takes a third of a second, which those who do not rotate are spared.
+        from kernels_pallas.hadamard import hadamard_matrix
+
         order = rotation.block or size
         matrix = np.kron(np.eye(size // order), hadamard_matrix(order) / np.sqrt(order))
         matrix = rng.choice([-1.0, 1.0], size)[:, None] * matrix
@@ -91,6 +92,8 @@ def _matrix(rotation: Rotation) -> np.ndarray:
 
 
 def _check_order(order: int) -> None:
+    from kernels_pallas.hadamard import factor
+
     try:
         factor(order)
     except KernelError as error:
@@ -255,6 +258,8 @@ def _down(layer: Any) -> Any:
 
 def _turned(weight: jax.Array) -> HadamardInput:
     """``H^T W`` of [F, H], or of each of [E, F, H], behind the online turn."""
+    from kernels_pallas.hadamard.reference import stages
+
     major, minor = (m.astype(np.float64) for m in stages(weight.shape[-2], False))
     shape = weight.shape
     blocks = _wide(weight).reshape(-1, major.shape[0], minor.shape[0], shape[-1])
