@@ -11,6 +11,7 @@ in that vendor's adapter alone.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import importlib
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 from eaglejax.errors import ConfigError
 from eaglejax.interop.arrays import dtype_name, torch_device
-from eaglejax.interop.limits import AttentionLimits, LimitError, Limits
+from eaglejax.interop.limits import AttentionLimits, LimitError, Limits, MergeLimits
 from eaglejax.interop.torch_import import torch
 
 BACKENDS = {
@@ -38,10 +39,25 @@ class Availability:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of :meth:`DeviceAdapter.attention`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    keep: torch.Tensor
+    lengths: Sequence[int]
+    scale: float
+    softcap: float | None
+    decode: bool
+    lse: bool
+
+
 FLOATS = ("float32", "bfloat16", "float16")
 
 
-class DeviceAdapter:
+class DeviceAdapter(abc.ABC):
     """A backend. This class computes with ordinary torch operators on any device; subclasses say what theirs
     is called, what it takes and which operators of the vendor they use.
 
@@ -64,9 +80,9 @@ class DeviceAdapter:
         """Where this adapter's tensors live; raises ConfigError where torch does not know the device."""
         return torch_device(self._device if self._device is not None else self.default_device)
 
+    @abc.abstractmethod
     def available(self) -> Availability:
         """Whether this backend can run in this process."""
-        raise NotImplementedError
 
     def require(self) -> None:
         """Raise ConfigError with the reason where the backend cannot run."""
@@ -78,7 +94,7 @@ class DeviceAdapter:
         """Versions and the device's name, for a report."""
         return {"torch": torch.__version__, "device": str(self.device)}
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027  a host has nothing to wait for
         """Wait for the device."""
 
     # Attention
@@ -104,8 +120,9 @@ class DeviceAdapter:
         and log-sum-exp -inf, or is refused. Raises LimitError.
         """
         limits = self.attention_limits(q.dtype)
-        self._check_attention(limits, q, k, keep, softcap)
-        out, sums = self._attend(limits, q, k, v, keep, lengths, scale, softcap, decode, lse)
+        call = AttentionCall(q, k, v, keep, lengths, scale, softcap, decode, lse)
+        self._check_attention(limits, call)
+        out, sums = self._attend(limits, call)
         return out, sums if lse else None
 
     def attention_limits(self, dtype: torch.dtype) -> AttentionLimits:
@@ -118,17 +135,13 @@ class DeviceAdapter:
         allowed = ", ".join(x for limits in self.limits.attention for x in limits.dtypes)
         raise LimitError(self.name, operators, "dtype", name, allowed)
 
-    def _check_attention(
-        self,
-        limits: AttentionLimits,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        keep: torch.Tensor,
-        softcap: float | None,
-    ) -> None:
-        self._check_heads(limits, q.shape[2], k.shape[1], q.shape[3], q.shape[0])
-        if softcap is not None and not limits.softcap:
-            raise LimitError(self.name, limits.operator, "softcap", softcap, "no cap on attention scores")
+    def _check_attention(self, limits: AttentionLimits, call: AttentionCall) -> None:
+        q, keep = call.q, call.keep
+        self._check_heads(limits, q.shape[2], call.k.shape[1], q.shape[3], q.shape[0])
+        if call.softcap is not None and not limits.softcap:
+            raise LimitError(
+                self.name, limits.operator, "softcap", call.softcap, "no cap on attention scores"
+            )
         if not limits.empty_rows and not bool(keep.any(-1).all()):
             row, query = torch.nonzero(~keep.any(-1))[0].tolist()
             raise LimitError(
@@ -143,10 +156,7 @@ class DeviceAdapter:
         def refuse(limit: str, value: object, allowed: object) -> None:
             raise LimitError(self.name, limits.operator, limit, value, allowed)
 
-        if limits.head_dim is not None and not limits.head_dim[0] <= d <= limits.head_dim[1]:
-            refuse("head_dim", d, f"{limits.head_dim[0]} to {limits.head_dim[1]}")
-        if d % limits.head_dim_multiple:
-            refuse("head_dim", d, f"multiples of {limits.head_dim_multiple}")
+        self._check_head_dim(limits, d)
         if limits.heads is not None and heads > limits.heads:
             refuse("heads", heads, f"at most {limits.heads}")
         if limits.group is not None and heads // kv_heads > limits.group:
@@ -154,21 +164,20 @@ class DeviceAdapter:
         if limits.batch is not None and batch > limits.batch:
             refuse("batch", batch, f"at most {limits.batch}")
 
+    def _check_head_dim(self, limits: AttentionLimits | MergeLimits, d: int) -> None:
+        def refuse(allowed: str) -> None:
+            raise LimitError(self.name, limits.operator, "head_dim", d, allowed)
+
+        if limits.head_dim is not None and not limits.head_dim[0] <= d <= limits.head_dim[1]:
+            refuse(f"{limits.head_dim[0]} to {limits.head_dim[1]}")
+        if d % limits.head_dim_multiple:
+            refuse(f"multiples of {limits.head_dim_multiple}")
+
     def _attend(
-        self,
-        limits: AttentionLimits,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        keep: torch.Tensor,
-        lengths: Sequence[int],
-        scale: float,
-        softcap: float | None,
-        decode: bool,
-        lse: bool,
+        self, limits: AttentionLimits, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        del limits, lengths, decode, lse
-        return reference_attention(q, k, v, keep, scale=scale, softcap=softcap)
+        del limits
+        return reference_attention(call.q, call.k, call.v, call.keep, scale=call.scale, softcap=call.softcap)
 
     def ragged_attention(
         self,
@@ -221,7 +230,7 @@ class DeviceAdapter:
         ``outs`` [..., d] and ``lses`` [...] f32, natural logarithms; a part that saw nothing has -inf and
         zeros. Raises LimitError.
         """
-        limits, d = self.limits.merge, outs[0].shape[-1]
+        limits = self.limits.merge
 
         def refuse(limit: str, value: object, allowed: object) -> None:
             raise LimitError(self.name, limits.operator, limit, value, allowed)
@@ -230,10 +239,7 @@ class DeviceAdapter:
             refuse("dtype", dtype_name(outs[0].dtype), ", ".join(limits.dtypes))
         if limits.parts is not None and len(outs) > limits.parts:
             refuse("parts", len(outs), f"at most {limits.parts}")
-        if limits.head_dim is not None and not limits.head_dim[0] <= d <= limits.head_dim[1]:
-            refuse("head_dim", d, f"{limits.head_dim[0]} to {limits.head_dim[1]}")
-        if d % limits.head_dim_multiple:
-            refuse("head_dim", d, f"multiples of {limits.head_dim_multiple}")
+        self._check_head_dim(limits, outs[0].shape[-1])
         return self._merge(outs, lses)
 
     def _merge(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.adapter import Availability, DeviceAdapter, joint_lse
+from eaglejax.interop.adapter import AttentionCall, Availability, DeviceAdapter, joint_lse
 from eaglejax.interop.arrays import dtype_name
 from eaglejax.interop.limits import AttentionLimits, LimitError, Limits, MergeLimits, QuantLimits
 from eaglejax.interop.torch_import import torch
@@ -182,32 +182,22 @@ class Ascend(DeviceAdapter):
         self.npu.npu.synchronize()
 
     def _attend(
-        self,
-        limits: AttentionLimits,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        keep: torch.Tensor,
-        lengths: Sequence[int],
-        scale: float,
-        softcap: float | None,
-        decode: bool,
-        lse: bool,
+        self, limits: AttentionLimits, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        del softcap, lse
-        k, v = k.to(q.dtype).contiguous(), v.to(q.dtype).contiguous()
+        q, keep = call.q, call.keep
+        k, v = call.k.to(q.dtype).contiguous(), call.v.to(q.dtype).contiguous()
         queries = q.transpose(1, 2).contiguous()
         if limits.operator == "npu_fusion_attention":
-            return self._fusion(queries, k, v, keep, scale)
-        call: dict[str, Any] = {
+            return self._fusion(queries, k, v, keep, call.scale)
+        options: dict[str, Any] = {
             "num_heads": q.shape[2],
             "num_key_value_heads": k.shape[1],
             "input_layout": "BNSD",
-            "scale": scale,
+            "scale": call.scale,
             "sparse_mode": FULL_MASK,
             "softmax_lse_flag": True,
         }
-        if decode and self.block_size is not None:
+        if call.decode and self.block_size is not None:
             assert limits.decode_queries is not None
             if q.shape[1] > limits.decode_queries:
                 raise LimitError(
@@ -218,8 +208,8 @@ class Ascend(DeviceAdapter):
                     f"at most {limits.decode_queries} when decoding over a paged cache; draft fewer nodes, "
                     "or give block_size=None for a contiguous cache",
                 )
-            keep, call["block_table"] = self._pages(keep, k)
-            call["block_size"] = self.block_size
+            keep, options["block_table"] = self._pages(keep, k)
+            options["block_size"] = self.block_size
             k, v = self._paged(k), self._paged(v)
         out, sums = self.npu.npu_fused_infer_attention_score(
             queries,
@@ -227,8 +217,8 @@ class Ascend(DeviceAdapter):
             v,
             atten_mask=npu_mask(keep),
             actual_seq_lengths=sequence_lengths([q.shape[1]] * q.shape[0], "BNSD"),
-            actual_seq_lengths_kv=sequence_lengths(lengths, "BNSD"),
-            **call,
+            actual_seq_lengths_kv=sequence_lengths(call.lengths, "BNSD"),
+            **options,
         )
         return out.transpose(1, 2), sums[..., 0].transpose(1, 2)
 

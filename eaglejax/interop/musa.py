@@ -9,11 +9,10 @@ yet.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.adapter import FLOATS, Availability, DeviceAdapter, reference_attention
+from eaglejax.interop.adapter import FLOATS, AttentionCall, Availability, DeviceAdapter
 from eaglejax.interop.limits import AttentionLimits, Limits, MergeLimits, QuantLimits
 from eaglejax.interop.torch_import import torch
 
@@ -86,28 +85,17 @@ class Musa(DeviceAdapter):
         self.musa.synchronize()
 
     def _attend(
-        self,
-        limits: AttentionLimits,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        keep: torch.Tensor,
-        lengths: Sequence[int],
-        scale: float,
-        softcap: float | None,
-        decode: bool,
-        lse: bool,
+        self, limits: AttentionLimits, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        del limits, lengths, decode
-        if lse or softcap is not None:
-            return reference_attention(q, k, v, keep, scale=scale, softcap=softcap)
-        group = q.shape[2] // k.shape[1]
+        if call.lse or call.softcap is not None:
+            return super()._attend(limits, call)
+        q, group = call.q, call.q.shape[2] // call.k.shape[1]
         out = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2),
-            k.to(q.dtype).repeat_interleave(group, dim=1),
-            v.to(q.dtype).repeat_interleave(group, dim=1),
-            attn_mask=keep[:, None].expand(-1, q.shape[2], -1, -1).contiguous(),
+            call.k.to(q.dtype).repeat_interleave(group, dim=1),
+            call.v.to(q.dtype).repeat_interleave(group, dim=1),
+            attn_mask=call.keep[:, None].expand(-1, q.shape[2], -1, -1).contiguous(),
             is_causal=False,
-            scale=scale,
+            scale=call.scale,
         )
         return out.transpose(1, 2), None

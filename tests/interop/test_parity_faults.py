@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from parity_tools import EAGLE1, TREE1, recorded, write_pair, write_prompts
+from parity_tools import TREE1, recorded, write_pair, write_prompts
 from safetensors.numpy import load_file, save_file
+from tiny_draft import EAGLE1
 
 from eaglejax.cli.main import main
 from eaglejax.interop import decoder, runner
@@ -131,8 +132,8 @@ def test_a_wrong_rope_base(eagle3):
 class Inverted(TorchCPU):
     """Attends to what is hidden: the mask's polarity is the other one."""
 
-    def _attend(self, limits, q, k, v, keep, *rest):
-        return super()._attend(limits, q, k, v, ~keep, *rest)
+    def _attend(self, limits, call):
+        return super()._attend(limits, dataclasses.replace(call, keep=~call.keep))
 
 
 def test_an_inverted_mask(eagle3):
