@@ -25,12 +25,13 @@ import eaglejax as ej
 from eaglejax.checkpoint.eagle import load_draft
 from eaglejax.cli import show
 from eaglejax.cli.answers import answer_rows
+from eaglejax.cli.run import run_command
 from eaglejax.config import BadRow, PromptRow, read_prompts
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.eagle import Eagle
 from eaglejax.drafts.eagle_tree import DynamicTree
 from eaglejax.drafts.tree import StaticTree, chain
-from eaglejax.errors import ConfigError, EaglejaxError
+from eaglejax.errors import ConfigError
 from eaglejax.speculate import metrics
 from eaglejax.train.features import fingerprint
 from eaglejax.train.settings import parse, read_toml
@@ -231,13 +232,8 @@ def summary(stats: Sequence[metrics.Stats]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 2 where it is refused."""
-    command = tyro.cli(Evaluate, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        return command.run()
-    except EaglejaxError as error:
-        show.print_error(str(error))
-        return 2
+    """Run the command; its exit status."""
+    return run_command(Evaluate, argv)
 
 
 if __name__ == "__main__":

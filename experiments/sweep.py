@@ -21,8 +21,8 @@ import tyro
 
 from eaglejax.checkpoint.files import read_json
 from eaglejax.cli import show
+from eaglejax.cli.run import run_command
 from eaglejax.cli.sweep import Sweep
-from eaglejax.errors import EaglejaxError
 from eaglejax.train.settings import TrainSettings
 from eaglejax.train.sweep import read_sweep, short
 from experiments import record
@@ -93,13 +93,8 @@ def _file(path: str) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 2 where it is refused."""
-    study = tyro.cli(Study, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        return study.run()
-    except EaglejaxError as error:
-        show.print_error(str(error))
-        return 2
+    """Run the command; its exit status."""
+    return run_command(Study, argv)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import tyro
 
 from eaglejax.cli import show
+from eaglejax.cli.run import run_command
 from eaglejax.errors import ConfigError, EaglejaxError
 from experiments import record
 from paper_figs import acceptance, data_scaling, draft_shape, n_alpha, rotation, style
@@ -56,13 +57,8 @@ class Draw:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 2 where it is refused."""
-    draw = tyro.cli(Draw, args=argv, prog="python -m paper_figs", config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        return draw.run()
-    except EaglejaxError as error:
-        show.print_error(str(error))
-        return 2
+    """Run the command; its exit status."""
+    return run_command(Draw, argv, prog="python -m paper_figs")
 
 
 if __name__ == "__main__":

@@ -27,3 +27,16 @@ def _forget_programs_in_time():
 
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def run(capfd):
+    """Run the console command in this process: (exit status, stdout, stderr)."""
+    from eaglejax.cli.main import main
+
+    def call(*argv):
+        capfd.readouterr()
+        status = main([str(a) for a in argv])
+        return status, *capfd.readouterr()
+
+    return call

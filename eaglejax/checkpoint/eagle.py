@@ -90,7 +90,7 @@ def bind(config: EagleConfig, weights: Weights, target: Target, ids: np.ndarray 
             raise ConfigError(
                 f"ids run from {known[0]} to {known[-1]}; the target knows 0..{config.vocab_size - 1}"
             )
-    head, tied = (None, False) if config.own_head else _target_head(target, ids)
+    head, tied = (None, False) if config.own_head else target_head(target, ids)
     return EagleParams(
         weights=weights,
         embed=None if config.own_embedding else target.params["embed"],
@@ -100,7 +100,7 @@ def bind(config: EagleConfig, weights: Weights, target: Target, ids: np.ndarray 
     )
 
 
-def _target_head(target: Target, ids: np.ndarray | None) -> tuple[Any, bool]:
+def target_head(target: Target, ids: np.ndarray | None) -> tuple[Any, bool]:
     """(the target's head at ``ids``, whether it is [Vd, H], as a tied head is, instead of [H, Vd])."""
     tied = "head" not in target.params
     head = target.params["embed" if tied else "head"]

@@ -20,10 +20,9 @@ from eaglejax.cli.inspect import Inspect
 from eaglejax.cli.parity import Parity
 from eaglejax.cli.quantize import Quantize
 from eaglejax.cli.regenerate import Regenerate
-from eaglejax.cli.show import print_error
+from eaglejax.cli.run import run_command
 from eaglejax.cli.sweep import Sweep
 from eaglejax.cli.train import Train
-from eaglejax.errors import EaglejaxError
 
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
@@ -45,21 +44,8 @@ Command = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. 0: done, 1: done but not all is well, 2: refused."""
-    command = tyro.cli(
-        Command,  # type: ignore[arg-type]
-        prog="eaglejax",
-        description="Lossless speculative decoding in JAX.",
-        args=argv,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    try:
-        return command.run()
-    except EaglejaxError as error:
-        print_error(str(error))
-        return 2
-    except KeyboardInterrupt:
-        print_error("interrupted")
-        return 130
+    description = "Lossless speculative decoding in JAX."
+    return run_command(Command, argv, prog="eaglejax", description=description)
 
 
 if __name__ == "__main__":

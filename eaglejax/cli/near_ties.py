@@ -21,13 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import eaglejax as ej
+from eaglejax.interop.compare import TIE as TOLERANCE
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.cache import KVCache, advance
 from eaglejax.speculate.generate import cache_form, power_of_two
-
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.03}
-"""Widest near tie, in logits, by the dtype of the computation."""
 
 CODE_TOLERANCE = {8: (0.05, 0.5), 4: (0.5, 4.0), 3: (2.0, 5.0)}
 """Widest near tie by the bits of a narrow cache, in float32 and in 16 bits: numbers that differ by rounding

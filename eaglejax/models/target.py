@@ -13,6 +13,7 @@ from eaglejax.errors import ConfigError, RequestError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import init_params
 from eaglejax.nn.cache import CacheScales
+from eaglejax.nn.kv_format import KVFormat
 
 if TYPE_CHECKING:
     from eaglejax.checkpoint.sources import Source
@@ -46,7 +47,7 @@ class Target:
     basis: str | None = None
     rotation: Basis | None = None
     quantization: str | None = None
-    cache_format: str | None = None
+    cache_format: str | KVFormat | None = None
     cache_scales: CacheScales | None = None
 
     @property

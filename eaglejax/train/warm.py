@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eaglejax.checkpoint.eagle import target_head
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import Weights, init_eagle
 from eaglejax.errors import ConfigError
@@ -73,12 +74,9 @@ def mlp_width(config: EagleConfig) -> int:
 
 def head_rows(target: Target, ids: np.ndarray | None) -> jax.Array:
     """The target's head for the draft's tokens, [Ht, Vd]."""
-    tied = "head" not in target.params
-    head = target.params["embed" if tied else "head"]
+    head, tied = target_head(target, ids)
     if not isinstance(head, jax.Array):
         raise ConfigError("the target's head is packed; load the target in a float dtype to train a draft")
-    if ids is not None:
-        head = jnp.take(head, jnp.asarray(ids), axis=0 if tied else 1)
     return head.T if tied else head
 
 

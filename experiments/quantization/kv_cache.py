@@ -12,22 +12,16 @@ compilation included.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from eaglejax.checkpoint.target import load_target
 from eaglejax.devices import memory
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.kv_format import FORMATS, KVFormat
 from eaglejax.quant.kv import calibrate_cache
-from eaglejax.train.samples import read_samples
-from experiments.quantization.perplexity import ROWS, choose, measure
-from experiments.record import record
+from experiments.quantization.perplexity import keep, measure, parser, read_texts
 
 ROTATED = ("int8", "fp8", "turbo4")
 """Formats that are measured with rotated keys too."""
@@ -47,31 +41,17 @@ def variant(target: Target, name: str, prompts: Sequence[Sequence[int]], seed: i
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every variant and write one result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--answers", type=Path, required=True, help="JSON Lines of texts, as for training")
-    parser.add_argument("--target", default="demo", help="whatever load_target takes")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
-    parser.add_argument("--variants", nargs="+", help="default: the weights' dtype, then all formats")
-    parser.add_argument("--tokens", type=int, default=300, help="answer tokens that are scored")
-    parser.add_argument("--width", type=int, default=128, help="longest text, prompt included")
-    parser.add_argument("--calibrate", type=int, default=16, help="answers that calibration reads")
-    parser.add_argument("--seed", type=int, default=0, help="of the rotations")
-    parser.add_argument("--name", default="kv_cache", help="of the result")
-    options = parser.parse_args(arguments)
-    target = load_target(options.target, dtype=options.dtype)
-    samples, _ = read_samples(
-        options.answers, target.need_tokenizer(), vocab_size=target.config.vocab_size, limit=ROWS
-    )
-    calibration, texts = choose(samples, options.width, options.tokens, options.calibrate)
+    line = parser(__doc__, variants=None, tokens=300, width=128, name="kv_cache")
+    line.add_argument("--seed", type=int, default=0, help="of the rotations")
+    options = line.parse_args(arguments)
+    target, calibration, texts = read_texts(options)
     narrow = [name for name in FORMATS if not KVFormat(name).plain]
     names = options.variants or [options.dtype, *narrow, *(f"{name}+r3" for name in ROTATED)]
+    prompts = [text.ids.tolist() for text in calibration]
     figures: dict[str, Any] = {}
     base = None
     for name in names:
-        cached = variant(target, name, [text.ids.tolist() for text in calibration], options.seed)
-        found = measure(cached, texts, options.width, base)
+        found = measure(variant(target, name, prompts, options.seed), texts, options.width, base)
         base = found["logp"] if base is None else base
         del found["figures"]["bytes"]
         form = name.split("+")[0]
@@ -80,18 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "bytes_per_token": memory.cache_bytes_per_token(target.config, form),
         }
         print(name, " ".join(f"{k} {v:.6g}" for k, v in figures[name].items()), flush=True)
-    command = "python -m experiments.quantization.kv_cache " + shlex.join(
-        ["--answers", options.answers.name, "--target", options.target]
-    )
-    config = {
-        "target": options.target,
-        "dtype": options.dtype,
-        "texts": len(texts),
-        "tokens": options.tokens,
-        "width": options.width,
-        "calibration_texts": len(calibration),
-    }
-    record("quantization", options.name, command=command, config=config, seed=options.seed, figures=figures)
+    keep(options, "kv_cache", texts, calibration, figures, seed=options.seed)
 
 
 if __name__ == "__main__":

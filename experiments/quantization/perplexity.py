@@ -59,6 +59,65 @@ ROWS = 2000
 """Rows of the answers that are looked at, at most."""
 
 
+def parser(
+    text: str | None, *, variants: Sequence[str] | None, tokens: int, width: int, name: str
+) -> argparse.ArgumentParser:
+    """The command line of a study that scores variants of a target on answers."""
+    out = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--answers", type=Path, required=True, help="JSON Lines of texts, as for training")
+    out.add_argument("--target", default="demo", help="whatever load_target takes")
+    out.add_argument("--dtype", default="bfloat16", help="of the float weights and of activations")
+    out.add_argument("--variants", nargs="+", default=variants, help="default: all")
+    out.add_argument("--tokens", type=int, default=tokens, help="answer tokens that are scored")
+    out.add_argument("--width", type=int, default=width, help="longest text, prompt included")
+    out.add_argument("--calibrate", type=int, default=16, help="answers that calibration reads")
+    out.add_argument("--name", default=name, help="of the result")
+    return out
+
+
+def read_texts(options: argparse.Namespace) -> tuple[Target, list[Sample], list[Sample]]:
+    """(the target, texts to calibrate on, texts to score) that a command line names."""
+    target = load_target(options.target, dtype=options.dtype)
+    samples, _ = read_samples(
+        options.answers, target.need_tokenizer(), vocab_size=target.config.vocab_size, limit=ROWS
+    )
+    return target, *choose(samples, options.width, options.tokens, options.calibrate)
+
+
+def keep(
+    options: argparse.Namespace,
+    module: str,
+    texts: Sequence[Sample],
+    calibration: Sequence[Sample],
+    figures: dict[str, Any],
+    *,
+    seed: int | None = None,
+    **more: Any,
+) -> None:
+    """Write a study's result with the command that makes it again; ``more``: further settings."""
+    words = ["--answers", options.answers.name, "--target", options.target]
+    for name in ("tokens", "width", "calibrate", "dtype"):
+        words += [f"--{name}", str(getattr(options, name))]
+    if seed is not None:
+        words += ["--seed", str(seed)]
+    config = {
+        "target": options.target,
+        "dtype": options.dtype,
+        "texts": len(texts),
+        "tokens": options.tokens,
+        "width": options.width,
+        "calibration_texts": len(calibration),
+    }
+    record(
+        "quantization",
+        options.name,
+        command=f"python -m experiments.quantization.{module} {shlex.join(words)}",
+        config=config | more,
+        seed=seed,
+        figures=figures,
+    )
+
+
 def choose(
     samples: Sequence[Sample], width: int, tokens: int, skip: int
 ) -> tuple[list[Sample], list[Sample]]:
@@ -147,23 +206,9 @@ def measure(target: Target, texts: Sequence[Sample], width: int, base: np.ndarra
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every variant and write one result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--answers", type=Path, required=True, help="JSON Lines of texts, as for training")
-    parser.add_argument("--target", default="demo", help="whatever load_target takes")
-    parser.add_argument("--dtype", default="bfloat16", help="of the float weights and of activations")
-    parser.add_argument("--variants", nargs="+", default=VARIANTS)
-    parser.add_argument("--tokens", type=int, default=600, help="answer tokens that are scored")
-    parser.add_argument("--width", type=int, default=192, help="longest text, prompt included")
-    parser.add_argument("--calibrate", type=int, default=16, help="answers that calibration reads")
-    parser.add_argument("--name", default="perplexity", help="of the result")
-    options = parser.parse_args(arguments)
-    target = load_target(options.target, dtype=options.dtype)
-    samples, _ = read_samples(
-        options.answers, target.need_tokenizer(), vocab_size=target.config.vocab_size, limit=ROWS
-    )
-    calibration, texts = choose(samples, options.width, options.tokens, options.calibrate)
+    line = parser(__doc__, variants=VARIANTS, tokens=600, width=192, name="perplexity")
+    options = line.parse_args(arguments)
+    target, calibration, texts = read_texts(options)
     names = list(dict.fromkeys(["float", *options.variants]))
     statistics = Statistics({}, 0, 0)
     if any("static" in name or "smooth" in name for name in names):
@@ -175,21 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         base = found["logp"] if base is None else base
         figures[name] = found["figures"]
         print(name, " ".join(f"{k} {v:.6g}" for k, v in figures[name].items()), flush=True)
-    settings = ("tokens", "width", "calibrate", "dtype")
-    words = ["--answers", options.answers.name, "--target", options.target]
-    words += [word for name in settings for word in (f"--{name}", str(getattr(options, name)))]
-    command = "python -m experiments.quantization.perplexity " + shlex.join(words)
-    config = {
-        "target": options.target,
-        "dtype": options.dtype,
-        "texts": len(texts),
-        "tokens": options.tokens,
-        "width": options.width,
-        "calibration_texts": len(calibration),
-        "calibration_tokens": statistics.tokens,
-        "smooth": SMOOTH,
-    }
-    record("quantization", options.name, command=command, config=config, seed=None, figures=figures)
+    more = {"calibration_tokens": statistics.tokens, "smooth": SMOOTH}
+    keep(options, "perplexity", texts, calibration, figures, **more)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import pytest
 from tiny_draft import EAGLE1, EAGLE3, write_eagle
 from tiny_model import write_model
 
-from eaglejax.cli.main import main
-
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
@@ -23,19 +21,6 @@ def drafts(tmp_path_factory):
         "eagle1": write_eagle(folder / "one", EAGLE1),
         "eagle3": write_eagle(folder / "three", EAGLE3),
     }
-
-
-@pytest.fixture
-def run(capfd):
-    """Run the command in this process: (exit status, stdout, stderr)."""
-
-    def call(*argv):
-        capfd.readouterr()
-        status = main([str(a) for a in argv])
-        out, err = capfd.readouterr()
-        return status, out, err
-
-    return call
 
 
 @pytest.fixture

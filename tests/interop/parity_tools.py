@@ -10,28 +10,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from tiny_model import HIDDEN, VOCAB, write_model
+from tiny_draft import EAGLE3
+from tiny_model import write_model
 
 from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.cli.main import main
-from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import init_eagle
 from eaglejax.interop.bundle import Bundle
 
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "target_hidden_size": HIDDEN,
-    "intermediate_size": 24,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "own_embedding": True,
-}
-EAGLE1 = EagleConfig(version=1, draft_vocab_size=VOCAB, **SHAPE)
-EAGLE3 = EagleConfig(
-    version=3, draft_vocab_size=96, num_aux=2, aux=(0, 1), head_norm=True, own_head=True, **SHAPE
-)
 TREE3 = '{"method": "eagle3", "tree_depth": 3, "tree_branching": 2, "tree_nodes": 6}'
 TREE1 = '{"method": "eagle1", "speculative_token_tree": [[0], [1], [0, 0]]}'
 

@@ -5,7 +5,6 @@ import json
 import pytest
 from parity_tools import ROUNDS, TREE3, recorded
 
-from eaglejax.cli.main import main
 from eaglejax.interop.names import parse
 from eaglejax.interop.report import text
 
@@ -23,15 +22,9 @@ def asked(recording):
 
 
 @pytest.fixture
-def run(capfd):
-    """Run the command in this process: (exit status, stdout, stderr)."""
-
-    def call(*argv):
-        capfd.readouterr()
-        status = main(["parity", *map(str, argv)])
-        return status, *capfd.readouterr()
-
-    return call
+def run(run):
+    """Run ``eaglejax parity`` in this process: (exit status, stdout, stderr)."""
+    return lambda *argv: run("parity", *argv)
 
 
 def test_the_report_has_its_parts(recording):

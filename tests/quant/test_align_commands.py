@@ -15,7 +15,6 @@ import eaglejax as ej
 from eaglejax.checkpoint.eagle_read import read_draft
 from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.checkpoint.quant_write import write_quantized
-from eaglejax.cli.main import main
 from eaglejax.drafts.eagle_model import init_eagle
 from eaglejax.quant.rotate import Rotation, rotate_target
 
@@ -33,17 +32,6 @@ def folders(tmp_path_factory):
     tensors = tensors_of_weights(EAGLE3, weights)
     write_draft(at / "draft", EAGLE3, tensors, np.arange(EAGLE3.draft_vocab_size), to="eaglejax")
     return {name: str(at / name) for name in ("original", "rotated", "silent", "draft")}
-
-
-@pytest.fixture
-def run(capfd):
-    def call(*argv):
-        capfd.readouterr()
-        status = main([str(a) for a in argv])
-        out, err = capfd.readouterr()
-        return status, out, err
-
-    return call
 
 
 def generate(run, target, draft):

@@ -348,26 +348,17 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("case", MODELSLIM)
-def test_modelslim(case, folder):
-    scheme, damage, match = MODELSLIM[case]
-    found = folder("modelslim", scheme)
-    damage(found)
-    refuse(found, match)
+DAMAGES = {
+    (form, case): damage
+    for form, damages in (("modelslim", MODELSLIM), ("compressed-tensors", COMPRESSED), ("eaglejax", OWN))
+    for case, damage in damages.items()
+}
 
 
-@pytest.mark.parametrize("case", COMPRESSED)
-def test_compressed_tensors(case, folder):
-    scheme, damage, match = COMPRESSED[case]
-    found = folder("compressed-tensors", scheme)
-    damage(found)
-    refuse(found, match)
-
-
-@pytest.mark.parametrize("case", OWN)
-def test_our_own(case, folder):
-    scheme, damage, match = OWN[case]
-    found = folder("eaglejax", scheme)
+@pytest.mark.parametrize(("form", "case"), DAMAGES)
+def test_a_damaged_folder_is_refused_by_name(form, case, folder):
+    scheme, damage, match = DAMAGES[form, case]
+    found = folder(form, scheme)
     damage(found)
     refuse(found, match)
 

@@ -11,7 +11,6 @@ import eaglejax as ej
 from eaglejax.checkpoint.draft_model import is_eagle
 from eaglejax.checkpoint.quant_write import source_config, write_quantized
 from eaglejax.checkpoint.sources import Source
-from eaglejax.cli.main import main
 from eaglejax.errors import ConfigError
 from eaglejax.quant.array import QuantArray
 
@@ -19,16 +18,6 @@ from eaglejax.quant.array import QuantArray
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "tiny", layers=2)
-
-
-@pytest.fixture
-def run(capfd):
-    def call(*argv):
-        capfd.readouterr()
-        status = main([str(a) for a in argv])
-        return status, *capfd.readouterr()
-
-    return call
 
 
 def test_rotated_w8a8_with_calibrated_cache(model, run, tmp_path):
