@@ -78,10 +78,18 @@ def parser(
 def read_texts(options: argparse.Namespace) -> tuple[Target, list[Sample], list[Sample]]:
     """(the target, texts to calibrate on, texts to score) that a command line names."""
     target = load_target(options.target, dtype=options.dtype)
+    texts = texts_of(target, options.answers, options.width, options.tokens, skip=options.calibrate)
+    return target, *texts
+
+
+def texts_of(
+    target: Target, answers: Path, width: int, tokens: int, *, skip: int
+) -> tuple[list[Sample], list[Sample]]:
+    """(texts to calibrate on, texts to score) of a file of answers, see :func:`choose`."""
     samples, _ = read_samples(
-        options.answers, target.need_tokenizer(), vocab_size=target.config.vocab_size, limit=ROWS
+        answers, target.need_tokenizer(), vocab_size=target.config.vocab_size, limit=ROWS
     )
-    return target, *choose(samples, options.width, options.tokens, options.calibrate)
+    return choose(samples, width, tokens, skip)
 
 
 def keep(
