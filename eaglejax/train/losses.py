@@ -8,13 +8,14 @@ reach at all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.errors import ConfigError
+from kernels_pallas.soft_cross_entropy import soft_cross_entropy as soft_cross_entropy_rows
 
 Loss = Literal["soft_ce", "kl", "tv", "lk_alpha", "lk_lambda"]
 
@@ -44,6 +45,21 @@ def acceptance(teach: Teacher, log_q: jax.Array) -> jax.Array:
 def soft_cross_entropy(teach: Teacher, log_q: jax.Array) -> jax.Array:
     """-sum_v p log q (Li et al. 2025); [...] f32."""
     return -jnp.sum(jnp.exp(teach.log_p) * log_q, axis=-1)
+
+
+def fused_cross_entropy(
+    teach: Teacher, logits: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``soft_cross_entropy`` of the draft's ``logits`` [..., Vd] f32, their likeliest index and
+    ``acceptance``, from one look at each row: [...] f32, [...] int32, [...] f32.
+
+    ``dtype``: in which a row's gradient is kept for the backward pass.
+    """
+    shape, size = logits.shape[:-1], logits.shape[-1]
+    entropy, accept, best = soft_cross_entropy_rows(
+        logits.reshape(-1, size), teach.log_p.reshape(-1, size), teach.inside.reshape(-1), dtype=dtype
+    )
+    return entropy.reshape(shape), best.reshape(shape), accept.reshape(shape)
 
 
 def kl_divergence(teach: Teacher, log_q: jax.Array) -> jax.Array:

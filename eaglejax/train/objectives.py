@@ -22,7 +22,16 @@ from eaglejax.drafts.eagle_unroll import unroll
 from eaglejax.errors import ConfigError
 from eaglejax.nn.linear import linear
 from eaglejax.train.batch import Alignment, Batch, row_mask, shift
-from eaglejax.train.losses import Loss, Teacher, acceptance, balance, masked_loss, smooth_l1, teacher
+from eaglejax.train.losses import (
+    Loss,
+    Teacher,
+    acceptance,
+    balance,
+    fused_cross_entropy,
+    masked_loss,
+    smooth_l1,
+    teacher,
+)
 
 Algorithm = Literal["eagle3", "eagle1", "hass"]
 
@@ -186,15 +195,13 @@ def objective_loss(
     parts: list[dict[str, jax.Array]] = []
     for k, (state, weight) in enumerate(zip(states, objective.weights, strict=True)):
         mask = _mask(objective, batch, known, k)
-        value, log_q = _step_loss(params, config, objective, everything, batch, state, mask, k)
+        value, guess, kept = _step_loss(params, config, objective, everything, batch, state, mask, k)
         summed = value + objective.balance_weight * _balance(config, routed[k], mask)
         total = total + weight * summed / jnp.maximum(rows[k], 1.0)
         judged = row_mask(batch, k)
-        guess = jnp.argmax(log_q, axis=-1)
         guess = guess if head.ids is None else jnp.take(head.ids, guess)
         right = judged & (guess == shift(best, 1 + k))
         alive = alive & right
-        teach = _shifted(everything, 1 + k)
         parts.append(
             {
                 "loss": value,
@@ -202,7 +209,7 @@ def objective_loss(
                 "hits": _sum(right),
                 "judged": _sum(judged),
                 "chain": _sum(alive),
-                "accept": jnp.sum(jnp.where(judged, acceptance(teach, log_q), 0.0)),
+                "accept": jnp.sum(jnp.where(judged, kept, 0.0)),
             }
         )
     stacked = {name: jnp.stack([p[name] for p in parts]) for name in parts[0]}
@@ -272,13 +279,18 @@ def _step_loss(
     state: jax.Array,
     mask: jax.Array,
     step: int,
-) -> tuple[jax.Array, jax.Array]:
-    """(summed loss of one step, log q [B, T, Vd])."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(summed loss of one step, the draft's likeliest token [B, T] int32 as an index into its vocabulary, the
+    chance that its sampled draft is kept [B, T])."""
 
-    def score(params: EagleParams, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        log_q = jax.nn.log_softmax(eagle_model.logits(params, config, state), axis=-1)
+    def score(params: EagleParams, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        logits = eagle_model.logits(params, config, state)
         teach = _shifted(everything, 1 + step)
-        if objective.version == 3:
+        if objective.loss == "soft_ce" or objective.version == 1:
+            entropy, *figures = fused_cross_entropy(teach, logits, state.dtype)
+            value = jnp.sum(jnp.where(mask, entropy, 0.0))
+        else:
+            log_q = jax.nn.log_softmax(logits, axis=-1)
             value = masked_loss(
                 objective.loss,
                 teach,
@@ -287,16 +299,20 @@ def _step_loss(
                 kl_scale=objective.kl_scale,
                 kl_decay=objective.kl_decay,
             )
-            return value, jax.lax.stop_gradient(log_q)
+            figures = [jnp.argmax(log_q, axis=-1), acceptance(teach, log_q)]
+        guess, kept = map(jax.lax.stop_gradient, figures)
+        if objective.version == 3:
+            return value, guess, kept
         assert batch.hidden is not None
-        value = objective.token_weight * masked_loss("soft_ce", teach, log_q, mask)
+        value *= objective.token_weight
         distance = smooth_l1(state, shift(batch.hidden, 1 + step))
         value += objective.feature_weight * jnp.sum(jnp.where(mask, distance, 0.0))
         if objective.algorithm == "hass":
+            log_q = jax.nn.log_softmax(logits, axis=-1)
             log_p, at = jax.lax.top_k(teach.log_p, min(objective.top_tokens, teach.log_p.shape[-1]))
             likeliest = -jnp.sum(jnp.exp(log_p) * jnp.take_along_axis(log_q, at, axis=-1), axis=-1)
             value += objective.top_weight * jnp.sum(jnp.where(mask, likeliest, 0.0))
-        return value, jax.lax.stop_gradient(log_q)
+        return value, guess, kept
 
     with jax.named_scope(f"loss_{step}"):
         # Logits over the vocabulary are the largest arrays of an update. Where they are too large to be kept
