@@ -14,7 +14,7 @@ from eaglejax.cli import show
 from eaglejax.cli.run import run_command
 from eaglejax.errors import ConfigError, EaglejaxError
 from experiments import record
-from paper_figs import acceptance, data_scaling, draft_shape, n_alpha, rotation, style
+from paper_figs import acceptance, data_scaling, draft_shape, n_alpha, quantization, rotation, style
 from paper_figs.results import Results
 
 FIGURES: dict[str, Callable[[Results], Any]] = {
@@ -23,6 +23,10 @@ FIGURES: dict[str, Callable[[Results], Any]] = {
     "data_scaling": data_scaling.draw,
     "draft_shape": draft_shape.draw,
     "rotation": rotation.draw,
+    "quantization": quantization.draw_acceptance,
+    "outliers": quantization.draw_outliers,
+    "quantization_speed": quantization.draw_speed,
+    "retrained": quantization.draw_retrained,
 }
 
 

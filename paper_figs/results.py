@@ -19,14 +19,19 @@ _SWEEP = (
     "python -m experiments.sweep --config experiments/{study}/{name}.toml "
     "'data.train=[{{path=\"FILE\"}}]' out=RUNS"
 )
+_SCORE = "python -m experiments.quantization.{name} --answers FILE --suites FILES"
 COMMANDS = {
     "demo_draft": _EVALUATE,
     "eagle1": _EVALUATE,
     "data_scaling": _SWEEP,
     "draft_shape": _SWEEP,
     "rotation": "python -m experiments.rotation.ladder --draft DRAFT --prompts FILE",
+    "quantization/acceptance": _SCORE,
+    "quantization/outliers": _SCORE,
+    "quantization/speed": "python -m experiments.quantization.speed --prompts FILE",
+    "quantization/retrained": "python -m experiments.quantization.retrained --runs RUN RUN --suites FILES",
 }
-"""Study -> the command that makes its results."""
+"""Study, or study and result -> the command that makes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +44,8 @@ class Results:
         """One result's ``figures``. Raises ConfigError with the command that makes it where it is missing."""
         path = record.results_folder(study, self.root) / f"{name}.json"
         if not path.is_file():
-            raise ConfigError(
-                f"{path} is missing; make it with: {COMMANDS[study].format(study=study, name=name)}"
-            )
+            command = COMMANDS.get(f"{study}/{name}") or COMMANDS[study]
+            raise ConfigError(f"{path} is missing; make it with: {command.format(study=study, name=name)}")
         return record.read(path)["figures"]
 
     def study(self, study: str, example: str) -> dict[str, dict[str, Any]]:

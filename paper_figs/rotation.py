@@ -9,11 +9,14 @@ from paper_figs.results import Results
 
 
 def draw(results: Results) -> Any:
-    """One bar a rung of ``rotation/ladder``."""
-    rungs = results.need("rotation", "ladder")["rungs"]
-    figure, (axis,) = style.panels(1)
-    axis.bar(range(len(rungs)), [rung["tau"] for rung in rungs.values()], color=style.OURS[0])
-    axis.axhline(1.0, color="#555555", linewidth=0.8)
-    axis.set_xticks(range(len(rungs)), list(rungs), rotation=35, ha="right", fontsize=7)
-    style.finish(axis, "Mean acceptance length on a rotated target", "", "tau (1: nothing accepted)")
+    """A panel for each ladder on record, one bar a rung."""
+    ladders = results.study("rotation", "ladder")
+    figure, axes = style.panels(len(ladders))
+    for axis, (name, found) in zip(axes, ladders.items(), strict=True):
+        rungs = found["rungs"]
+        axis.bar(range(len(rungs)), [rung["tau"] for rung in rungs.values()], color=style.OURS[0])
+        axis.axhline(1.0, color="#555555", linewidth=0.8)
+        axis.set_xticks(range(len(rungs)), list(rungs), rotation=35, ha="right", fontsize=7)
+        title = f"Mean acceptance length on a rotated target ({name})"
+        style.finish(axis, title, "", "tau (1: nothing accepted)")
     return figure

@@ -31,7 +31,7 @@ class Features:
 
         settings = load_settings(self.config, self.overrides)
         with show.status(f"loading {settings.target}"):
-            target = load_target(settings.target, dtype=settings.target_dtype)
+            target = load_target(settings.target, dtype=settings.target_dtype, quant=settings.target_quant)
         data = prepare_data(settings.data, target)
         aux: tuple[int, ...] = ()
         if settings.objective.version == 3:

@@ -49,7 +49,7 @@ class Sweep:
         points = read_sweep(self.config, self.overrides, self.grid)
         base = points[0].settings
         with show.status(f"loading {base.target}"):
-            target = load_target(base.target, dtype=base.target_dtype)
+            target = load_target(base.target, dtype=base.target_dtype, quant=base.target_quant)
         session = _Session(target, Path(base.out))
         mark = fingerprint(target)
         keys = [run_key(point.settings, mark) for point in points]

@@ -43,7 +43,7 @@ class Train:
         settings = load_settings(self.config, self.overrides)
         console = show.stderr()
         with show.status(f"loading {settings.target}"):
-            target = load_target(settings.target, dtype=settings.target_dtype)
+            target = load_target(settings.target, dtype=settings.target_dtype, quant=settings.target_quant)
         with show.status("reading the data"):
             data = prepare_data(settings.data, target)
         for line in data.report.lines():

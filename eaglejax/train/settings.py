@@ -128,10 +128,13 @@ class RunSettings:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """Everything about a run. ``target``: see ``load_target``. ``out``: the run's folder."""
+    """Everything about a run. ``target``, ``target_dtype``: see ``load_target``. ``target_quant``: the scheme
+    that the target's weights are quantised with (None: as they come), whose features the draft is then
+    trained on. ``out``: the run's folder."""
 
     target: str = "demo"
     target_dtype: str | None = None
+    target_quant: str | None = None
     out: str = ""
     data: DataSettings = dataclasses.field(default_factory=DataSettings)
     draft: DraftSettings = dataclasses.field(default_factory=DraftSettings)

@@ -62,7 +62,9 @@ class Targets:
         self._last: tuple[tuple[str, ...], Target] = ((), original)
 
     def rotated(self, rotations: tuple[str, ...]) -> Target:
-        """The float target with these rotations."""
+        """The float target with these rotations, itself for none."""
+        if not rotations:
+            return self.original
         if self._last[0] != rotations:
             self._last = ((), self.original)  # the one before is let go first
             r1 = Rotation("hadamard", self.original.config.hidden_size, SEED) if "r1" in rotations else None

@@ -55,7 +55,35 @@ def root(tmp_path):
     put("draft_shape", "width", sweep("draft.intermediate_size", [608, 1216]))
     put("draft_shape", "vocab", sweep("draft.vocab", [2048, 4096]))
     put("rotation", "ladder", {"rungs": {"original": {"tau": 2.0}, "unaligned": {"tau": 1.01}}})
+    put("quantization", "acceptance", {n: scored(t, p) for n, t, p in SCORED})
+    kinds = {"float": 0.0, "w8a8": 0.5, "w8a8+r1": 0.01, "w4a8-g32+mse": 0.7}
+    put(
+        "quantization",
+        "outliers",
+        {k: {n: scored(2.0, v) for n, v in kinds.items()} for k in ("none", "all")},
+    )
+    put("quantization", "speed", {n: speeds(s) for n, s in (("float", 1.0), ("w8a8", 1.8))})
+    tau = {"all": {"mean_acceptance_length": 2.5}}
+    put("quantization", "retrained", {"float": {"float": tau}, "w8a8": {"float": tau, "w8a8": tau}})
     return tmp_path
+
+
+SCORED = (
+    ("float", 2.0, 1.7),
+    ("w8a8", 1.9, 1.8),
+    ("w8a8+r1+r2+r4", 1.95, 1.75),
+    ("w8a8+kv-int8+r3", 1.5, 1.76),
+)
+
+
+def scored(tau, loss):
+    rates = {"all": {"mean_acceptance_length": tau}}
+    return {"acceptance": rates, "perplexity": {"perplexity": loss, "kl": loss}}
+
+
+def speeds(scale):
+    ratio = {"median": scale, "least": scale - 0.1, "greatest": scale + 0.1}
+    return {"plain": ratio, "eagle": ratio, "bandwidth_ratio": scale + 0.2}
 
 
 def test_every_figure_is_drawn_from_results_and_again_the_same(root, tmp_path):
@@ -92,6 +120,26 @@ def test_what_is_drawn_is_what_is_on_record(root):
     assert vocab.lines[0].get_xdata().tolist() == [1.0, 2.0]
     (ladder,) = FIGURES["rotation"](Results(root)).axes
     assert [b.get_height() for b in ladder.patches] == [2.0, 1.01]
+
+
+def test_what_is_drawn_of_quantised_targets_is_what_is_on_record(root):
+    tau, loss = FIGURES["quantization"](Results(root)).axes
+    names = ["not rotated", "r1+r2+r4", "kv-int8+r3"]
+    assert tau.get_legend_handles_labels()[1] == names
+    assert [t.get_text() for t in tau.get_xticklabels()] == ["float", "w8a8"]
+    assert [b.get_height() for b in tau.patches] == [2.0, 1.9, 1.95, 1.5]
+    assert [round(b.get_x() + b.get_width() / 2) for b in tau.patches] == [0, 1, 1, 1]
+    assert [b.get_height() for b in loss.patches] == [1.7, 1.8, 1.75, 1.76]
+
+    wide, narrow = FIGURES["outliers"](Results(root)).axes[:2]
+    assert [b.get_height() for b in wide.patches] == [0.5, 0.5, 0.01, 0.01]
+    assert narrow.get_title() == "w4a8-g32+mse: outlier channels"
+    (speed,) = FIGURES["quantization_speed"](Results(root)).axes
+    assert [b.get_height() for b in speed.patches] == [1.0, 1.8, 1.0, 1.8]
+    assert list(speed.lines[0].get_ydata()) == [1.2, 2.0]
+    (retrained,) = FIGURES["retrained"](Results(root)).axes
+    assert [t.get_text() for t in retrained.get_xticklabels()] == ["float target", "w8a8 target"]
+    assert [round(b.get_x() + b.get_width() / 2) for b in retrained.patches] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("name", FIGURES)
