@@ -107,21 +107,24 @@ def test_a_variant_is_rotated_before_it_is_quantised(bench):
 
 
 def test_acceptance_is_recorded_and_not_measured_twice(settings, capfd, monkeypatch):
-    assert settings.run() == 0
+    name = settings.variants[1]
+    # Of the float variant perplexity alone: the other's programs suffice to show what decoding records.
+    assert dataclasses.replace(settings, measure=("perplexity",)).run() == 0
+    assert dataclasses.replace(settings, variants=(name,)).run() == 0
     path = settings.root / "quantization" / "results" / "acceptance.json"
     found = record.read(path)
-    assert set(found["figures"]) == set(settings.variants)
-    plain, packed = (found["figures"][name] for name in settings.variants)
-    assert plain["perplexity"]["kl"] == 0
-    assert packed["perplexity"]["kl"] > 0
-    assert packed["perplexity"]["bytes"] < plain["perplexity"]["bytes"]
-    for one in (plain, packed):
-        assert one["acceptance"]["identical_to_ar"]
-        assert (
-            one["acceptance"]["all"]["num_tokens"] == one["acceptance"]["suites"]["code"]["num_tokens"] == 5
-        )
-    text = path.read_text()
-    assert str(settings.root.parent) not in text
+    assert {n: list(v) for n, v in found["figures"].items()} == {
+        "float": ["perplexity"],
+        name: ["perplexity", "acceptance"],
+    }
+    plain, packed = found["figures"]["float"]["perplexity"], found["figures"][name]["perplexity"]
+    assert plain["kl"] == 0
+    assert packed["kl"] > 0
+    assert packed["bytes"] < plain["bytes"]
+    drafted = found["figures"][name]["acceptance"]
+    assert drafted["identical_to_ar"]
+    assert drafted["all"]["num_tokens"] == drafted["suites"]["code"]["num_tokens"] == 5
+    assert str(settings.root.parent) not in path.read_text()
     assert found["config"]["tree_nodes"] == 3
 
     seen = []
@@ -131,14 +134,12 @@ def test_acceptance_is_recorded_and_not_measured_twice(settings, capfd, monkeypa
         return {"perplexity": 1.0}
 
     monkeypatch.setattr(Bench, "measure", measure)
-    assert settings.run() == 0
+    assert dataclasses.replace(settings, variants=(name,)).run() == 0
     assert seen == []
-    figures = found["figures"]
-    del figures[settings.variants[1]]["perplexity"]
-    path.write_text(json.dumps(found))
     assert settings.run() == 0
-    assert seen == [("perplexity", "w4a8-g16")]
-    figures["float"]["acceptance"]["identical_to_ar"] = False
+    assert seen == [("acceptance", None)]
+    found = record.read(path)
+    found["figures"][name]["acceptance"]["identical_to_ar"] = False
     path.write_text(json.dumps(found))
     assert settings.run() == 1
     capfd.readouterr()
@@ -163,27 +164,29 @@ def divergence(bench, target):
 
 
 def test_rotation_repairs_what_outliers_break(bench):
-    changed, _ = outliers.inject(bench, "all", **OPTIONS)
-    targets = Targets(changed)
-    broken, mended = (
-        divergence(bench, targets.make(Variant.parse(name))) for name in ("w8a8", "w8a8+r1+r2+r4")
-    )
     usual = divergence(bench, Targets(bench.target).make(Variant.parse("w8a8")))
-    assert broken > 20 * usual
-    assert mended < 3 * usual
+    for injection, rotation in (("norms", "r1"), ("down", "r4")):
+        changed, _ = outliers.inject(bench, injection, factor=16, channels=1, seed=0)
+        targets = Targets(changed)
+        broken, mended = (
+            divergence(bench, targets.make(Variant.parse(name))) for name in ("w8a8", f"w8a8+{rotation}")
+        )
+        assert broken > 10 * usual
+        assert mended < broken / 5
 
 
-def test_a_turned_stream_is_the_same_function_on_fewer_channels(bench):
+def test_a_turned_stream_is_the_same_function_in_its_principal_axes(bench):
     changed, turned = outliers.inject(bench, "stream", **OPTIONS)
     assert changed.basis is None
     outliers.check_same(bench, changed, exact=False)
     own = perplexity.score(changed, bench.texts, bench.settings.width)[1]
     assert np.abs(own - bench.base).max() < 1e-3
-    rows = [np.asarray(t.params["embed"], np.float64) for t in (bench.target, changed)]
-    largest = [np.abs(e).max(axis=1).mean() for e in rows]
-    assert largest[1] > 1.1 * largest[0]
+    axes = outliers.principal_axes(changed, bench.texts, bench.settings.width)
+    largest = 8  # fewer than the text has tokens: the axes behind them are anyone's choice
+    np.testing.assert_allclose(np.abs(axes[:, :largest]), np.eye(len(axes))[:, :largest], atol=0.05)
     both = outliers.in_basis(Targets(changed).make(Variant.parse("float+r1")), turned)
-    np.testing.assert_allclose(np.asarray(both.params["embed"]), rows[0] @ both.rotation.matrix, atol=1e-4)
+    before, after = (np.asarray(t.params["embed"], np.float64) for t in (bench.target, both))
+    np.testing.assert_allclose(after, before @ both.rotation.matrix, atol=1e-4)
 
 
 def test_outliers_that_cannot_be_are_refused(bench, settings, capfd):
@@ -251,6 +254,7 @@ def test_speeds_are_held_against_the_same_turn():
     assert "| `w8a8` |" in lines[-1]
 
 
+@pytest.mark.slow
 def test_speed_runs_and_keeps_ratios_alone(settings, capsys):
     study = speed.Speed(
         settings.suites[0],
