@@ -31,12 +31,15 @@ def dense_matmul(
 ) -> jax.Array:
     """`x @ w`, or `x @ w.T` when transposed.
 
+    Its gradients are products of the same kind: what comes back is rounded to the wider dtype of x and w, and
+    sums are in float32. There is no forward-mode derivative.
+
     Args:
       x: [..., K] float.
       w: float [K, N]; [N, K] when transposed.
       out_dtype: x's dtype by default.
       implementation: "xla"; the "cpu" kernel, for bfloat16 x and w, which a C++ compiler makes on first use;
-        or "auto", which takes the kernel on a single CPU device for few rows (`cpu.MOST_ROWS`), else XLA.
+        or "auto", which takes the kernel on a single CPU device for few rows (`cpu.serves`), else XLA.
 
     Returns:
       [..., N] of out_dtype, accumulated in float32. The kernel gives a row the same bits in a call of any
@@ -54,14 +57,49 @@ def dense_matmul(
     require(x.shape[-1] == k, _OP, f"x has K = {x.shape[-1]}, and w {w.shape} has {k}")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), k)
-    chosen = choose(_OP, implementation, {"xla": None, "cpu": lambda: cpu.refusal(rows, w)})
+    choose(_OP, implementation, {"xla": None, "cpu": lambda: cpu.refusal(rows, w)})
+    return _product(rows, w, transposed, out_dtype, implementation).reshape(*x.shape[:-1], n)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _product(
+    x: jax.Array, w: jax.Array, transposed: bool, out_dtype: jnp.dtype, implementation: Implementation
+) -> jax.Array:
+    return _multiply(x, w, transposed, out_dtype, implementation)
+
+
+def _forward(x, w, transposed, out_dtype, implementation):
+    return _product(x, w, transposed, out_dtype, implementation), (x, w)
+
+
+def _backward(transposed, out_dtype, implementation, kept, change):
+    # jax's own rule would multiply what comes back, in float32, with operands widened from bfloat16. Rounded
+    # to their dtype it takes their rate; sums stay in float32.
+    x, w = kept
+    change = change.astype(jnp.promote_types(x.dtype, w.dtype))
+    by_x = _multiply(change, w, not transposed, x.dtype, implementation)
+    left, right = (change, x) if transposed else (x, change)
+    return by_x, _multiply(left.T, right, False, w.dtype, implementation, turned=True)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _multiply(
+    x: jax.Array,
+    w: jax.Array,
+    transposed: bool,
+    out_dtype: jnp.dtype,
+    implementation: Implementation,
+    *,
+    turned: bool = False,
+) -> jax.Array:
+    """The product by what ``implementation`` names; ``turned``: x is a transpose (a gradient by weights)."""
     reference = functools.partial(dense_matmul_reference, transposed=transposed, out_dtype=out_dtype)
     kernel = functools.partial(cpu.dense_matmul_cpu, transposed=transposed, out_dtype=out_dtype)
-    if chosen == "xla" or (implementation == "auto" and not cpu.few(rows.shape[0])):
-        out = reference(rows, w)
-    elif implementation == "auto":
+    if implementation == "cpu":
+        return kernel(x, w)
+    if implementation == "auto" and cpu.refusal(x, w) is None and cpu.serves(x.shape[0], turned=turned):
         # What "auto" traces here may be compiled for a device that is not.
-        out = portable_call(kernel, reference, rows, w)
-    else:
-        out = kernel(rows, w)
-    return out.reshape(*x.shape[:-1], n)
+        return portable_call(kernel, reference, x, w)
+    return reference(x, w)

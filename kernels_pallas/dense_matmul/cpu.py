@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.dense_matmul.reference import dense_matmul_reference
 from kernels_pallas.foreign import Kernel
 
 KERNEL = Kernel(
@@ -37,19 +36,23 @@ def refusal(x: jax.Array, w: jax.Array) -> str | None:
     return KERNEL.refusal()
 
 
-def few(rows: int) -> bool:
+def serves(rows: int, *, turned: bool) -> bool:
     """Whether "auto" takes the kernel for so many rows.
 
-    It does not where jax has several CPU devices: XLA splits its own product over a mesh, and not this call.
+    `turned`: of a transpose. XLA:CPU multiplies it in float32, so that at the one level with bfloat16
+    arithmetic the kernel is faster for any number. "auto" does not take it where jax has several
+    CPU devices: XLA splits its own product over a mesh, and not this call.
     """
     level, _ = KERNEL.status()
-    return level is not None and rows <= MOST_ROWS[level] and jax.device_count() == 1
+    if level is None or jax.device_count() > 1:
+        return False
+    return rows <= MOST_ROWS[level] or (turned and level == "avx512-bf16")
 
 
 def dense_matmul_cpu(x: jax.Array, w: jax.Array, *, transposed: bool, out_dtype: jnp.dtype) -> jax.Array:
     """See `dense_matmul` in the package; x is [M, K].
 
-    Derivatives are the reference's. Under vmap rows of x that share their weights become rows of one call;
+    Has no derivative of its own. Under vmap rows of x that share their weights become rows of one call;
     batched weights are multiplied one after the other.
     """
     wide = out_dtype if out_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
@@ -59,7 +62,7 @@ def dense_matmul_cpu(x: jax.Array, w: jax.Array, *, transposed: bool, out_dtype:
 
 @functools.cache
 def _product(target: str, transposed: bool, out_dtype: jnp.dtype) -> Callable[..., jax.Array]:
-    """The call as a differentiable and batchable function of (x, w)."""
+    """The call as a batchable function of (x, w)."""
 
     @jax.custom_batching.custom_vmap
     def run(x, w):
@@ -75,14 +78,4 @@ def _product(target: str, transposed: bool, out_dtype: jnp.dtype) -> Callable[..
             return jax.lax.map(lambda pair: run(*pair), (x, w)), True
         return jax.lax.map(lambda one: run(x, one), w), True
 
-    @jax.custom_jvp
-    def product(x, w):
-        return run(x, w)
-
-    @product.defjvp
-    def product_jvp(primals, tangents):
-        reference = functools.partial(dense_matmul_reference, transposed=transposed, out_dtype=out_dtype)
-        _, tangent = jax.jvp(reference, primals, tangents)
-        return product(*primals), tangent
-
-    return product
+    return run

@@ -120,7 +120,7 @@ def test_in_a_loop_with_donated_buffers():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_vmap_and_derivatives(transposed):
+def test_vmap(transposed):
     x, w, _ = make_problem(6, 40, 24, transposed)
     product = functools.partial(native_multiply, transposed=transposed, out_dtype=jnp.float32)
     want = product(x, w)
@@ -129,14 +129,77 @@ def test_vmap_and_derivatives(transposed):
     for mapped in (jax.vmap(product, (None, 0))(x, both), jax.vmap(product)(jnp.stack([x, x]), both)):
         np.testing.assert_array_equal(mapped, jnp.stack([want, -want]))
 
-    def loss(x, w, implementation):
-        return jnp.sum(jnp.sin(dense_matmul(x, w, transposed=transposed, implementation=implementation)))
 
-    grad = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
-    for ours, theirs in zip(grad(x, w, "auto"), grad(x, w, "xla"), strict=True):
-        np.testing.assert_allclose(
-            np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=0.05, rtol=0.02
-        )
+def gradients(x, w, **options):
+    """Of a sum that reaches every number of the result with a weight of its own."""
+    transposed = options.get("transposed", False)
+    columns = w.shape[0 if transposed else 1]
+    weights = jnp.asarray(np.random.default_rng(5).normal(size=(x.shape[0], columns)), jnp.float32)
+
+    def loss(x, w):
+        return jnp.vdot(weights, dense_matmul(x, w, out_dtype=jnp.float32, **options))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w), np.asarray(weights, np.float64)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+# The products of a gradient by x, of few rows, are the kernel's; of many they are XLA's.
+@pytest.mark.parametrize("rows", [6, 520])
+@pytest.mark.parametrize(
+    ("dtypes", "rounding"),
+    [
+        ((jnp.bfloat16, jnp.bfloat16), 2.0**-8),
+        ((jnp.float32, jnp.float32), 1e-6),
+        ((jnp.bfloat16, jnp.float32), 2.0**-8),
+        ((jnp.float32, jnp.bfloat16), 2.0**-8),
+    ],
+)
+def test_gradients_are_products_of_the_operands_dtype(dtypes, rounding, rows, transposed):
+    x, w, _ = make_problem(rows, 40, 24, transposed)
+    x, w = x.astype(dtypes[0]), w.astype(dtypes[1])
+    got, weights = gradients(x, w, transposed=transposed)
+    matrix = np.asarray(w, np.float64)
+    by_w = np.asarray(x, np.float64).T @ weights
+    want = weights @ (matrix if transposed else matrix.T), by_w.T if transposed else by_w
+    for ours, exact, like in zip(got, want, (x, w), strict=True):
+        assert ours.dtype == like.dtype
+        # What comes back and the result are rounded, each by half of that at most.
+        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=rounding * np.abs(exact).max())
+
+
+def test_float32_gradients_are_those_of_jaxs_own_rule():
+    x, w, _ = make_problem(6, 40, 24)
+    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    weights = jnp.asarray(np.random.default_rng(5).normal(size=(6, 24)), jnp.float32)
+    plain = jax.jit(jax.grad(lambda x, w: jnp.vdot(weights, x @ w), argnums=(0, 1)))(x, w)
+    for ours, theirs in zip(gradients(x, w)[0], plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_the_gradient_by_weights_takes_the_kernel_where_it_is_faster(level):
+    x, w, _ = make_problem(2 * cpu.MOST_ROWS[level], 96, 70)
+
+    def loss(x, w):
+        return jnp.sum(dense_matmul(x, w, out_dtype=jnp.float32) ** 2)
+
+    # A new function for each level: jax remembers what it traced.
+    text = jax.jit(jax.grad(lambda w: loss(x, w))).lower(w).as_text()
+    assert ("eaglejax.DenseMatmul" in text) is (level == "avx512-bf16" or cpu.MOST_ROWS[level] >= 96)
+
+
+def test_gradients_under_vmap():
+    x, w, _ = make_problem(6, 40, 24)
+    both = jnp.stack([w, -w])
+
+    def loss(x, w):
+        return jnp.sum(dense_matmul(x, w, out_dtype=jnp.float32))
+
+    by_x, by_w = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1)), (None, 0)))(x, both)
+    np.testing.assert_array_equal(by_x[1], -by_x[0])
+    np.testing.assert_array_equal(by_w[1], by_w[0])
+    alone = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+    for mapped, one in zip((by_x, by_w), alone, strict=True):
+        np.testing.assert_array_equal(mapped[0], one)
 
 
 def test_programs_for_other_devices_hold_xlas_product():
