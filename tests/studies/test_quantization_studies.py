@@ -320,3 +320,19 @@ def test_runs_that_are_no_twins_are_refused(runs):
     path.write_text(path.read_text().replace("steps = 2", "steps = 3"))
     with pytest.raises(ConfigError, match="more than target_quant: objective"):
         retrained.twins([runs["none"], runs["w8a8"]])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train",),
+        ("features", "--out", "features"),
+        ("sweep", "--grid", "objective.steps=[1, 2]"),
+    ],
+    ids=lambda c: c[0],
+)
+def test_training_commands_quantise_the_target_as_the_settings_say(command, runs, run):
+    config = Path(runs["w8a8"]) / "config.toml"
+    changes = ("target_quant=w9a9", "run.decode_prompts=1")
+    status, _, err = run(command[0], *changes, "--config", config, *command[1:])
+    assert (status, "quant 'w9a9' is not known" in err) == (2, True)
