@@ -87,5 +87,18 @@ def _target(symbol: str, library: native.Library) -> str:
 
 
 def portable_call(native_call: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Any:
-    """``native_call(*args)`` in a program for a CPU and ``other(*args)`` in one for anything else."""
-    return jax.lax.platform_dependent(*args, cpu=native_call, default=other)
+    """``native_call(*args)`` in a program for a CPU and ``other(*args)`` in one for anything else.
+
+    Derivatives are those of ``other``.
+    """
+
+    @jax.custom_jvp
+    def call(*args):
+        return jax.lax.platform_dependent(*args, cpu=native_call, default=other)
+
+    @call.defjvp
+    def call_jvp(primals, tangents):
+        _, tangent = jax.jvp(other, primals, tangents)
+        return call(*primals), tangent
+
+    return call(*args)

@@ -50,6 +50,11 @@ def examine() -> dict[str, Any]:
         },
         "bfloat16_products": dataclasses.asdict(cpu.bfloat16_products()) if on_cpu else None,
         "packed_products": dataclasses.asdict(cpu.packed_products()) if on_cpu else None,
+        "cache_operations": (
+            {name: dataclasses.asdict(how) for name, how in cpu.cache_operations().items()}
+            if on_cpu
+            else None
+        ),
         "cpu_flags": dataclasses.asdict(startup.cpu_flags),
         "compile_cache": dataclasses.asdict(startup.compile_cache),
         "home": str(compile_cache.home(os.environ)),
@@ -114,8 +119,8 @@ def _choices(adapter: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _kernel(products: dict[str, Any]) -> str:
-    return f"C++ kernel, {products['level']}" if products["level"] else "XLA, no C++ kernel"
+def _kernel(how: dict[str, Any]) -> str:
+    return f"C++ kernel, {how['level']}" if how["level"] else "XLA, no C++ kernel"
 
 
 def _times(milliseconds: dict[int, float]) -> str:
@@ -144,6 +149,9 @@ def _print(report: dict[str, Any]) -> None:
     if packed := report["packed_products"]:
         table.add_row("packed weights", f"{_kernel(packed)}: {packed['reason']}")
         table.add_row("", f"W8A8: {_times(packed['milliseconds'])}")
+    if over_cache := report["cache_operations"]:
+        for row, name in (("cache attention", "attention"), ("cache writes", "write")):
+            table.add_row(row, f"{_kernel(over_cache[name])}: {over_cache[name]['reason']}")
     flags = report["cpu_flags"]
     table.add_row("CPU flags", "\n".join([flags["reason"], *flags["in_force"]]))
     cache = report["compile_cache"]

@@ -32,11 +32,11 @@ KERNELS = ("tpu", "gpu")
 class Attention:
     """How attention is computed; hashable, a compile-time constant.
 
-    ``implementation``: "xla" or "pallas". ``kernel``: which Pallas kernel, "tpu" or "gpu" (None: the
-    device's; on a CPU the TPU's). ``interpret``: run the kernel's Python on the backend at hand instead of
-    compiling it (None: exactly where the backend is not the kernel's own; False: compile, also ahead of time
-    for a device that is not there). ``block_kv``: cache slots that the TPU kernel handles at a time (None:
-    its own heuristic). Raises ConfigError for what cannot be.
+    ``implementation``: "xla", "pallas", or "native", the C++ kernel of a CPU. ``kernel``: which Pallas
+    kernel, "tpu" or "gpu" (None: the device's; on a CPU the TPU's). ``interpret``: run the kernel's Python on
+    the backend at hand instead of compiling it (None: exactly where the backend is not the kernel's own;
+    False: compile, also ahead of time for a device that is not there). ``block_kv``: cache slots that the TPU
+    kernel handles at a time (None: its own heuristic). Raises ConfigError for what cannot be.
     """
 
     implementation: str = "xla"
@@ -45,19 +45,24 @@ class Attention:
     block_kv: int | None = None
 
     def __post_init__(self) -> None:
-        if self.implementation not in ("xla", "pallas"):
-            raise ConfigError(f"attention {self.implementation!r} is not known; use 'xla' or 'pallas'")
+        if self.implementation not in ("xla", "pallas", "native"):
+            raise ConfigError(
+                f"attention {self.implementation!r} is not known; use 'xla', 'pallas' or 'native'"
+            )
         if self.kernel is not None and self.kernel not in KERNELS:
             raise ConfigError(
                 f"attention kernel {self.kernel!r} is not known; use one of {', '.join(KERNELS)}"
             )
-        if self.implementation == "xla" and (self.kernel, self.interpret, self.block_kv) != (None,) * 3:
-            raise ConfigError("kernel, interpret and block_kv belong to attention 'pallas', not to 'xla'")
+        if self.implementation != "pallas" and (self.kernel, self.interpret, self.block_kv) != (None,) * 3:
+            raise ConfigError(
+                f"kernel, interpret and block_kv belong to attention 'pallas', not to {self.implementation!r}"
+            )
         if self.block_kv is not None and (self.block_kv < 128 or self.block_kv % 128):
             raise ConfigError(f"block_kv is {self.block_kv}; it must be a positive multiple of 128")
 
 
 XLA = Attention()
+NATIVE = Attention("native")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +266,13 @@ def _attention(adapter: Adapter, values: Mapping[str, Any]) -> Attention:
 def check_runs(adapter: Adapter, attention: Attention) -> None:
     """Raise ConfigError where ``attention`` neither compiles for the device nor is to be interpreted."""
     if attention.implementation == "xla":
+        return
+    if attention.implementation == "native":
+        from kernels_pallas import cache_attention
+
+        refusal = "runs on a CPU" if adapter.platform != "cpu" else cache_attention.unavailable()
+        if refusal:
+            raise ConfigError(f"the native attention kernel {refusal}; use attention 'xla'")
         return
     kernel = resolve_kernel(adapter, attention)
     native = kernel in adapter.kernels

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from eaglejax.devices import compile_cache, machine
-from eaglejax.devices.adapter import XLA, Adapter
+from eaglejax.devices.adapter import NATIVE, XLA, Adapter
 
 log = logging.getLogger(__name__)
 
@@ -134,16 +134,18 @@ def _remember(memory: Path, known: dict[str, bool]) -> None:
 
 
 def adapter(device: Any) -> Adapter:
-    """The adapter of a CPU device: XLA throughout. ``choose_dtype`` measures what this one cannot know."""
+    """The adapter of a CPU device. ``choose_dtype`` measures what this one cannot know."""
     from eaglejax import devices
+    from kernels_pallas import cache_attention
 
     del device
+    refusal = cache_attention.unavailable()
     flags = devices.prepare().cpu_flags
     return Adapter(
         name="cpu",
         platform="cpu",
         generation=machine.processor(),
-        attention=XLA,
+        attention=XLA if refusal else NATIVE,
         kernels=(),
         weight_dtype="bfloat16",
         cache_dtype="bfloat16",
@@ -151,7 +153,10 @@ def adapter(device: Any) -> Adapter:
         memory_bytes=machine.memory_bytes(),
         xla_flags=tuple(f"{name}={value}" for name, value in FLAGS.items()),
         reasons=(
-            ("attention", "no kernel compiles for a CPU"),
+            (
+                "attention",
+                f"the C++ kernel {refusal}" if refusal else "it reads written slots alone",
+            ),
             ("weight_dtype", "half the bytes of float32; see the measurement of products"),
             ("cache_dtype", "the weights' dtype"),
             ("matmul_precision", "float32 products are computed in float32"),
@@ -272,3 +277,29 @@ def packed_products(
     w, scale = jnp.ones((inputs, outputs), jnp.int8), jnp.ones(outputs)
     times = {m: _best_ms(product, jnp.ones((m, inputs), jnp.bfloat16), w, scale) for m in rows}
     return PackedProducts("cpu" if level else "xla", level, reason, times)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheOperation:
+    """How attention over a cache, or a write into one, is computed on this CPU.
+
+    ``implementation``: "native", the compiled kernel, or "xla". ``level``: the instruction set that the
+    kernel was compiled for, None without it. ``reason``: where the kernel is kept, or why it is not used.
+    """
+
+    implementation: str
+    level: str | None
+    reason: str
+
+
+def cache_operations() -> dict[str, CacheOperation]:
+    """What is made here of "attention" over a cache that its kernel takes, and of a "write" into one."""
+    from kernels_pallas import cache_attention as kernels
+
+    def operation(kernel: Any) -> CacheOperation:
+        level, reason = kernel.status()
+        if level is not None and (refusal := kernels.unavailable(kernel)):
+            level, reason = None, refusal
+        return CacheOperation("native" if level else "xla", level, reason)
+
+    return {"attention": operation(kernels.KERNEL), "write": operation(kernels.WRITE_KERNEL)}

@@ -20,6 +20,8 @@ from eaglejax.nn import kv_codec
 from eaglejax.nn.gather import take
 from eaglejax.nn.kv_codec import PackedKV, Stored
 from eaglejax.nn.kv_format import kv_format
+from kernels_pallas import cache_attention
+from kernels_pallas.foreign import portable_call
 
 
 @pytree.dataclass
@@ -93,19 +95,28 @@ def init_cache(
 
 
 def write(cached: Stored, new: jax.Array, lengths: jax.Array) -> Stored:
-    """Put ``new`` [B, Hkv, N, d] into ``cached`` [B, Hkv, S, d] at slots ``lengths[b] + (0..N-1)``.
-
-    One update a row instead of a batched one: XLA turns a vmapped dynamic_update_slice into a scatter, which
-    on CPU walks element by element.
-    """
-
-    def put(cached: jax.Array, new: jax.Array) -> jax.Array:
-        for b in range(cached.shape[0]):
-            cached = jax.lax.dynamic_update_slice(cached, new[b : b + 1], _slot(cached, b, lengths))
-        return cached
-
+    """Put ``new`` [B, Hkv, N, d] into ``cached`` [B, Hkv, S, d] at slots ``lengths[b] + (0..N-1)``."""
     ready = kv_codec.encode(cached, new) if isinstance(cached, PackedKV) else new.astype(cached.dtype)
-    return kv_codec.each(put, cached, ready)
+    return kv_codec.each(lambda old, fresh: _put(old, fresh, lengths), cached, ready)
+
+
+def _put(cached: jax.Array, fresh: jax.Array, lengths: jax.Array) -> jax.Array:
+    """``cached`` [B, Hkv, S, ...] with ``fresh`` [B, Hkv, N, ...] from slot ``lengths[b]`` on, in place.
+
+    XLA:CPU computes updates of a bfloat16 buffer in float32, and so makes B passes over all of it for B rows;
+    a call of our own moves the bytes.
+    """
+    if cache_attention.unavailable(cache_attention.WRITE_KERNEL) is None:
+        return portable_call(cache_attention.cache_write, _put_xla, cached, fresh, lengths)
+    return _put_xla(cached, fresh, lengths)
+
+
+def _put_xla(cached: jax.Array, fresh: jax.Array, lengths: jax.Array) -> jax.Array:
+    """One update a row: XLA turns a vmapped dynamic_update_slice into a scatter, which on CPU walks element
+    by element."""
+    for b in range(cached.shape[0]):
+        cached = jax.lax.dynamic_update_slice(cached, fresh[b : b + 1], _slot(cached, b, lengths))
+    return cached
 
 
 def _slot(cached: jax.Array, row: int, lengths: jax.Array) -> list[int | jax.Array]:
@@ -128,11 +139,11 @@ def commit(cache: KVCache, path: jax.Array, accepted: jax.Array, *, chain: bool 
     if chain:
         return advance(cache, accepted + 1)
 
+    slots = cache.lengths[:, None] + path
+
     def gather(cached: jax.Array) -> jax.Array:
-        for b in range(cached.shape[0]):
-            kept = take(cached[b], cache.lengths[b] + path[b], axis=1)
-            cached = jax.lax.dynamic_update_slice(cached, kept[None], _slot(cached, b, cache.lengths))
-        return cached
+        kept = [take(row, at, axis=1) for row, at in zip(cached, slots, strict=True)]
+        return _put(cached, jnp.stack(kept), cache.lengths)
 
     return KVCache(
         k=tuple(kv_codec.each(gather, k) for k in cache.k),

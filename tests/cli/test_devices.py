@@ -147,6 +147,8 @@ def test_doctor(run):
     packed = report["packed_products"]
     assert (packed["implementation"] == "cpu") is (packed["level"] is not None)
     assert set(packed["milliseconds"]) == {"1", "8"}
+    for how in report["cache_operations"].values():
+        assert (how["implementation"] == "native") is (how["level"] is not None)
 
 
 def test_doctor_says_why_there_is_no_native_kernel(run, monkeypatch):
@@ -154,4 +156,4 @@ def test_doctor_says_why_there_is_no_native_kernel(run, monkeypatch):
     status, out, err = run("doctor")
     assert (status, out) == (0, "")
     assert "self-test" in err
-    assert " ".join(err.split()).count("XLA, no C++ kernel: turned off by EAGLEJAX_NO_NATIVE") == 2
+    assert " ".join(err.split()).count("XLA, no C++ kernel: turned off by EAGLEJAX_NO_NATIVE") == 4

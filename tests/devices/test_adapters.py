@@ -16,6 +16,7 @@ from eaglejax.models.config import ModelConfig
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.rope import RopeConfig
 from experiments.limits import model
+from kernels_pallas import cache_attention
 
 
 def tpu(kind, **more):
@@ -93,7 +94,8 @@ def test_jax_takes_a_share_of_a_gpu(monkeypatch):
 
 def test_this_cpu():
     got = devices.choose(jax.devices("cpu")[0])
-    assert (got.name, got.attention, got.kernels) == ("cpu", devices.XLA, ())
+    attention = devices.XLA if cache_attention.unavailable() else adapter.NATIVE
+    assert (got.name, got.attention, got.kernels) == ("cpu", attention, ())
     assert devices.current() == got
     assert devices.current() is devices.current()
 
@@ -141,6 +143,8 @@ def test_overrides_from_a_file(tmp_path, monkeypatch):
         (HERE, {"attention": "pallas", "block_kv": True}, "must be of type int"),
         (HERE, {"attention": "pallas", "interpret": False}, "cannot be compiled for cpu"),
         (tpu("TPU v4"), {"kernel": "gpu", "interpret": False}, "it runs the 'tpu' kernel"),
+        (tpu("TPU v4"), {"attention": "native"}, "native attention kernel runs on a CPU"),
+        (HERE, {"attention": "native", "kernel": "tpu"}, "belong to attention 'pallas', not to 'native'"),
         (HERE, {"weight_dtype": "int7"}, "'int7' is not known"),
         (HERE, {"matmul_precision": "most"}, "highest"),
         (HERE, {"memory_gib": 0}, "must be positive"),

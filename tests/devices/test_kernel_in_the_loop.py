@@ -21,6 +21,7 @@ from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn import attention as attention_module
+from eaglejax.nn import attention_implementations
 from eaglejax.nn.attention import attend
 from eaglejax.nn.rope import RopeConfig
 from eaglejax.sampling import Sampling
@@ -159,7 +160,7 @@ def test_the_kernel_equals_xla_where_earlier_slots_have_no_query(window, softcap
 @pytest.mark.parametrize(("new", "window"), [(6, 3), (10, None)])
 def test_a_prompt_chunk_of_more_rows_than_a_call_takes_is_attended_in_parts(new, window, monkeypatch):
     """Six queries of two heads and at most eight rows a call: prefix in parts of four, the rest in XLA."""
-    monkeypatch.setattr(attention_module, "MOST_ROWS", 8)
+    monkeypatch.setattr(attention_implementations, "MOST_ROWS", 8)
     case = shapes(n=6, m=new)
     for b, length in enumerate(case["lengths"]):
         case["k"][b, :, length + new :] = np.nan

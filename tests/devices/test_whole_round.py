@@ -16,7 +16,8 @@ from eaglejax.devices import Attention, memory
 from eaglejax.drafts.ngram import NGram
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
-from eaglejax.nn.attention import MOST_ROWS, attend
+from eaglejax.nn.attention import attend
+from eaglejax.nn.attention_implementations import MOST_ROWS
 from eaglejax.nn.rope import RopeConfig
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import round

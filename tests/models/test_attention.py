@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from eaglejax.errors import ConfigError
-from eaglejax.nn.attention import attend, visibility
+from eaglejax.nn.attention import attend
+from eaglejax.nn.attention_implementations import visibility
 
 B, N, M, HQ, HKV, D, S = 3, 4, 6, 4, 2, 8, 24
 SCALE = 0.3

@@ -37,7 +37,7 @@ from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
 from eaglejax.nn import attention as attention_module
-from eaglejax.nn import kv_codec
+from eaglejax.nn import attention_implementations, kv_codec
 from eaglejax.nn.attention import attend, write_and_attend
 from eaglejax.nn.cache import CacheScales, KVCache, commit, init_cache, write
 from eaglejax.nn.kv_format import FORMATS, KVFormat
@@ -168,7 +168,7 @@ def test_kernels_read_eight_bits_as_xla_does(name: str) -> None:
 
 
 def test_a_prompt_chunk_in_parts_takes_its_scales_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_module, "MOST_ROWS", 4)
+    monkeypatch.setattr(attention_implementations, "MOST_ROWS", 4)
     case, _ = tree_case("int8")
     want, got = (
         jax.jit(functools.partial(attend, **OPTIONS, implementation=i))(**case) for i in ("xla", KERNEL)
