@@ -26,6 +26,7 @@ from eaglejax.quant.align import align_params, aligned
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.basis import basis_of
 from eaglejax.quant.detect import check_basis
+from eaglejax.quant.online import plain
 
 
 def draft_folder(spec: str | os.PathLike[str]) -> Path:
@@ -109,6 +110,14 @@ def target_head(target: Target, ids: np.ndarray | None) -> tuple[Any, bool]:
     if isinstance(head, QuantArray):
         return head.columns(jnp.asarray(ids, jnp.int32)), tied
     return jnp.take(head, jnp.asarray(ids, jnp.int32), axis=0 if tied else 1), tied
+
+
+def head_matrix(target: Target, ids: np.ndarray | None = None, dtype: Any = None) -> jax.Array:
+    """The target's head at ``ids`` (None: all), tied, quantised or neither, as an array [H, Vd] in ``dtype``
+    (None: its own)."""
+    head, tied = target_head(target, ids)
+    head = plain(head, dtype)
+    return head.T if tied else head
 
 
 def load_draft(

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from eaglejax.checkpoint.eagle import head_matrix
 from eaglejax.checkpoint.eagle_configs import write_config
 from eaglejax.checkpoint.eagle_names import IGNORABLE, rules
 from eaglejax.checkpoint.eagle_read import DraftFile
@@ -28,6 +29,7 @@ from eaglejax.drafts.eagle_config import EagleConfig, default_boundaries
 from eaglejax.drafts.eagle_model import Weights, param_table
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
+from eaglejax.quant.online import plain
 
 FormName = Literal["safeailab", "sglang", "speculators", "modelopt", "eaglejax"]
 Tensors = dict[str, Pending]
@@ -293,8 +295,7 @@ def _settle_parts(
                 raise ConfigError(
                     f"the {to} form holds the head, but has no place for the target's logit softcap"
                 )
-            theirs = _part_of(target, name)
-            tensors[name] = _pending(theirs if name == _EMBED or ids is None else theirs[ids])
+            tensors[name] = _pending(_part_of(target, name, None if name == _EMBED else ids))
             notes.append(f"the target's {part} was copied into the file")
         elif name in tensors and not wanted and not kept:
             if target is None:
@@ -303,7 +304,7 @@ def _settle_parts(
                     f"target, so "
                     "that it can be seen whether they are the same"
                 )
-            theirs = _part_of(target, name)
+            theirs = _part_of(target, name, None)
             own = tensors[name].make().astype(theirs.dtype)
             if not np.array_equal(own, theirs):
                 raise ConfigError(
@@ -313,11 +314,9 @@ def _settle_parts(
             notes.append(f"the {part}, which equals the target's, was left out")
 
 
-def _part_of(target: Target, name: str) -> np.ndarray:
-    """The target's embedding or head as a file would hold it, [V, H]."""
-    if name == _HEAD and "head" in target.params:
-        return np.asarray(target.params["head"]).T
-    return np.asarray(target.params["embed"])
+def _part_of(target: Target, name: str, ids: np.ndarray | None) -> np.ndarray:
+    """The target's embedding, or its head at ``ids`` (None: all), as a file would hold it, [V, H]."""
+    return np.asarray(plain(target.params["embed"]) if name == _EMBED else head_matrix(target, ids).T)
 
 
 def _settle_boundaries(config: EagleConfig, to: str, target: Target | None, notes: list[str]) -> None:

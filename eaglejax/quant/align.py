@@ -27,8 +27,8 @@ from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import EagleParams
 from eaglejax.drafts.features import FeatureAdapter
 from eaglejax.errors import ConfigError, MismatchError
-from eaglejax.quant.array import QuantArray
 from eaglejax.quant.basis import Basis
+from eaglejax.quant.online import plain
 from eaglejax.quant.rotate import product
 
 PARTS = ("features", "embedding", "head")
@@ -126,12 +126,11 @@ def align_params(
         one = jnp.asarray(found, jnp.float32)
         changes["adapter"] = FeatureAdapter(target=(one,) * max(config.num_aux, 1))
     if "embedding" in parts and params.embed is not None:
-        table = plain(params.embed)
-        changes["embed"] = original_embedding(table, basis, table.dtype)
+        changes["embed"] = original_embedding(plain(params.embed, jnp.float32), basis, params.embed.dtype)
     if "head" in parts and params.head is not None:
-        head = plain(params.head)
+        head = plain(params.head, jnp.float32)
         head = head.T if params.tied else head
-        changes |= {"head": original_head(head, basis, head.dtype), "tied": False}
+        changes |= {"head": original_head(head, basis, params.head.dtype), "tied": False}
     return dataclasses.replace(params, **changes)
 
 
@@ -153,8 +152,3 @@ def check_alignable(config: EagleConfig, basis: Basis) -> None:
             f"the rotation turns {basis.size} dimensions, the draft reads features of "
             f"{config.target_hidden_size}"
         )
-
-
-def plain(weight: Any) -> Any:
-    """A matrix that may be quantised, as an array."""
-    return weight.dequantize() if isinstance(weight, QuantArray) else weight

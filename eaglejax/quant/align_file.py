@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.eagle import read_weights
+from eaglejax.checkpoint.eagle import head_matrix, read_weights
 from eaglejax.checkpoint.eagle_read import DraftFile
 from eaglejax.checkpoint.eagle_write import FormName, tensors_of_weights, write_draft
 from eaglejax.drafts.eagle_config import EagleConfig
@@ -28,9 +28,9 @@ from eaglejax.quant.align import (
     fold_fc,
     original_embedding,
     original_head,
-    plain,
 )
 from eaglejax.quant.basis import Basis
+from eaglejax.quant.online import plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +74,14 @@ def align_file(
     whence = "turned back" if original is None else f"taken from {original.name}"
     if not config.own_embedding:
         weights["embed"] = (
-            original_embedding(plain(target.params["embed"]), basis, np.float32)
+            original_embedding(plain(target.params["embed"], jnp.float32), basis, np.float32)
             if original is None
             else plain(original.params["embed"])
         )
         changes["own_embedding"] = True
         notes.append(f"the embedding, which the draft borrows, was {whence} and written out")
     if not config.own_head:
-        head = _head(original or target)
-        head = head if file.ids is None else head[:, np.asarray(file.ids)]
+        head = head_matrix(original or target, file.ids, jnp.float32)
         weights["head"] = original_head(head, basis, np.float32) if original is None else head
         changes |= {"own_head": True, "target_rows": False}
         notes.append(f"the head, which the draft borrows, was {whence} and written out")
@@ -99,10 +98,3 @@ def write_aligned(out: Path, draft: AlignedDraft, file: DraftFile, *, to: FormNa
     ``write_draft``."""
     tensors = tensors_of_weights(draft.config, draft.weights)
     return write_draft(out, draft.config, tensors, draft.ids, to=to, source=file.raw)
-
-
-def _head(target: Target) -> np.ndarray:
-    """[H, V], in f32 or as it is."""
-    tied = "head" not in target.params
-    head = np.asarray(plain(target.params["embed" if tied else "head"]))
-    return head.T if tied else head

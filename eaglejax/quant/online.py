@@ -1,4 +1,5 @@
-"""Rotations that cannot be folded away and run with the model: R4 before a down projection.
+"""Rotations that cannot be folded away and run with the model: R4 before a down projection. And the array
+that any weight stands for, packed or turned.
 
 R3 turns queries and keys behind the rotary embedding, which stands between them and their weights; it is the
 flag ``qk_rotation`` of ModelConfig. R4 turns what comes out of the gated activation (Ashkboos et al. 2024,
@@ -10,9 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.nn.linear import grouped_linear, linear
+from eaglejax.quant.array import QuantArray
 
 
 @pytree.dataclass
@@ -35,9 +38,14 @@ class HadamardInput:
         """Of the weight it stands for."""
         return self.inner.dtype
 
+    def dequantize(self) -> jax.Array:
+        """The weight it stands for, f32 of ``shape``: the turn times ``inner``."""
+        turn = _turn(jnp.eye(self.shape[-2], dtype=jnp.float32))
+        return jnp.matmul(turn, plain(self.inner, jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
     def matmul(self, x: jax.Array, *, transposed: bool) -> jax.Array:
         """See ``PackedWeight``."""
-        return linear(_turn(x), self.inner, transposed=transposed, dtype=jax.numpy.float32)
+        return linear(_turn(x), self.inner, transposed=transposed, dtype=jnp.float32)
 
     def grouped_matmul(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
         """See ``PackedWeight``; every group's input is turned alike."""
@@ -46,6 +54,12 @@ class HadamardInput:
     def take(self, ids: jax.Array) -> jax.Array:
         """Refused: a table has no input to turn."""
         raise TypeError(f"rows {ids.shape} of a weight whose input is rotated have no meaning")
+
+
+def plain(weight: Any, dtype: Any = None) -> jax.Array:
+    """The array that a weight of a target stands for, packed or not, in ``dtype`` (None: its own)."""
+    array = weight.dequantize() if isinstance(weight, QuantArray | HadamardInput) else weight
+    return jnp.asarray(array, weight.dtype if dtype is None else dtype)
 
 
 def _turn(x: jax.Array) -> jax.Array:

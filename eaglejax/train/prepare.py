@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.eagle import bind, draft_folder, read_weights
+from eaglejax.checkpoint.eagle import bind, draft_folder, head_matrix, read_weights, target_head
 from eaglejax.checkpoint.eagle_read import read_draft
 from eaglejax.drafts.eagle_config import EagleConfig, default_boundaries
 from eaglejax.drafts.eagle_model import EagleParams, Weights
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
+from eaglejax.nn.linear import PackedWeight, embedding
 from eaglejax.train import curate, warm
 from eaglejax.train.features import target_features
 from eaglejax.train.objectives import Head
@@ -45,8 +46,8 @@ class Draft:
     """A draft about to be trained.
 
     ``weights``: the trained masters. ``frozen``: the target's parts it uses, with its own head where that is
-    not trained. ``head``: how the target is asked about the draft's tokens. ``vocab``: None for the whole
-    vocabulary.
+    not trained. ``head``: how the target is asked about the draft's tokens, in the weights that it decodes
+    with. ``vocab``: None for the whole vocabulary.
     """
 
     config: EagleConfig
@@ -63,7 +64,7 @@ class Draft:
     def complete(self, weights: Weights) -> Weights:
         """Trained weights joined with the draft's untrained head, in the layout of ``param_table``."""
         if self.config.own_head and "head" not in weights:
-            return {**weights, "head": self.head.weight}
+            return {**weights, "head": self.frozen.head}
         return weights
 
 
@@ -180,7 +181,7 @@ def fit_data(target: Target, aux: tuple[int, ...], samples: Sequence[Sample], ca
     layers, last = target.config.num_layers, target.params["layers"][-1]
     if "down" not in last:
         raise ConfigError("start 'fit' needs a dense MLP in the target's last layer; use start 'random'")
-    silent = {**last, "down": jnp.zeros_like(last["down"])}
+    silent = {**last, "down": jnp.zeros(last["down"].shape, last["down"].dtype)}
     without = {**target.params, "layers": [*target.params["layers"][:-1], silent]}
     skip = 4  # a text's first tokens carry outsized states that a linear map must not be bent by
     parts = []
@@ -195,8 +196,8 @@ def fit_data(target: Target, aux: tuple[int, ...], samples: Sequence[Sample], ca
         documents = np.asarray(batch.documents[0])
         at = np.flatnonzero((documents[:-1] == documents[1:]) & (np.asarray(batch.positions[0, :-1]) >= skip))
         tokens = jnp.asarray(np.asarray(batch.tokens[0])[at + 1])
-        embedding = np.asarray(jnp.take(target.params["embed"], tokens, axis=0).astype(jnp.float32))
-        parts.append(warm.FitData(states[at, :-1], states[at, -1], after[at + 1], embedding))
+        rows = np.asarray(embedding(target.params["embed"], tokens).astype(jnp.float32))
+        parts.append(warm.FitData(states[at, :-1], states[at, -1], after[at + 1], rows))
     return warm.concatenate(parts)
 
 
@@ -236,9 +237,14 @@ def _draft(
     dtype = jnp.dtype(settings.run.compute_dtype)
     ids = None if vocab is None else vocab.ids
     weights = dict(weights)
-    theirs = warm.head_rows(target, ids)
+    asked, tied = target_head(target, ids)
+    packed = isinstance(asked, PackedWeight)
+    theirs = head_matrix(target, ids)
     own = weights.pop("head", None)
     frozen = bind(config, {}, target, ids)
+    if packed and not config.own_head:
+        # Integers multiply rounded states, through which nothing is learnt: a step function has no slope.
+        frozen = dataclasses.replace(frozen, head=theirs.astype(dtype), tied=False)
     if config.own_head:
         if settings.draft.train_head:
             weights["head"] = (theirs if own is None else own).astype(jnp.float32)
@@ -249,8 +255,9 @@ def _draft(
             "a draft with an embedding of its own is not trained; start from one that borrows it"
         )
     head = Head(
-        theirs.astype(target.dtype),
+        asked if packed else theirs.astype(target.dtype),
         None if ids is None else jnp.asarray(ids),
         softcap=target.config.final_softcap,
+        tied=packed and tied,
     )
     return Draft(config, jax.tree.map(lambda w: w.astype(jnp.float32), weights), frozen, head, vocab)

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.eagle import target_head
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import Weights, init_eagle
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.rope import frequencies
+from eaglejax.quant.online import plain
 
 _FAST_PAIRS = 3
 """Rotary pairs by which a self-attending head finds its own position: the fastest ones."""
@@ -70,14 +70,6 @@ def check_start(config: EagleConfig, target: ModelConfig, start: str) -> None:
 def mlp_width(config: EagleConfig) -> int:
     """Neurons of the dense MLP, or of one expert."""
     return config.moe_intermediate_size or config.intermediate_size
-
-
-def head_rows(target: Target, ids: np.ndarray | None) -> jax.Array:
-    """The target's head for the draft's tokens, [Ht, Vd]."""
-    head, tied = target_head(target, ids)
-    if not isinstance(head, jax.Array):
-        raise ConfigError("the target's head is packed; load the target in a float dtype to train a draft")
-    return head.T if tied else head
 
 
 def random_weights(config: EagleConfig, target: Target, seed: int) -> Weights:
@@ -222,7 +214,7 @@ def _norm_weight(target: Target, weight: Any) -> jax.Array:
 
 
 def _f32(value: Any) -> np.ndarray:
-    return np.asarray(jnp.asarray(value, jnp.float32))
+    return np.asarray(plain(value, jnp.float32))
 
 
 def _rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

@@ -4,4 +4,6 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / name) for name in ("models", "drafts/eagle", "loop", "checkpoint", "cli")]
+sys.path[:0] = [
+    str(TESTS / name) for name in ("models", "drafts/eagle", "loop", "checkpoint", "cli", "train")
+]
