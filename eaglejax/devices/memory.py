@@ -75,6 +75,13 @@ def cache_scale_bytes(config: ModelConfig, dtype: str | KVFormat) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * SCALE_BYTES
 
 
+def cache_row_bytes(config: ModelConfig, dtype: str | KVFormat) -> int:
+    """Bytes that a cache holds once a row, whatever its slots: the keys to which others are relative."""
+    if not kv_format(dtype).scaled or config.attention_softcap is not None:
+        return 0
+    return config.num_layers * config.num_kv_heads * config.head_dim * F32
+
+
 @dataclasses.dataclass(frozen=True)
 class Footprint:
     """Bytes on one device: ``weights``, and for each row ``per_token`` bytes a cache slot and ``per_row``.
@@ -149,10 +156,11 @@ def footprint(
         wide = max(wide, config.moe.top_k * config.moe.intermediate_size)
     activations = tokens * F32 * (3 * config.hidden_size + (2 * q + 2 * kv + 2 * wide) // shards)
     logits = 3 * F32 * nodes * config.vocab_size // shards
+    row = activations + logits + -(-cache_row_bytes(config, format) // split_kv)
     # A float32 score, its weight in the dtype it meets the values in and its mask, for every query and head.
     met = format.element_bytes if format.plain else element
     per_slot = int(tokens * config.num_heads * (F32 + met + 1) / shards)
     if scores:
         expanded = 0 if format.plain else -(-int(2 * kv * element) // split_kv)
-        return Footprint(available, weights, per_token + per_slot + expanded, activations + logits)
-    return Footprint(available, weights, per_token, activations + logits + tokens * per_slot)
+        return Footprint(available, weights, per_token + per_slot + expanded, row)
+    return Footprint(available, weights, per_token, row + tokens * per_slot)

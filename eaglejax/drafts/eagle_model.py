@@ -168,6 +168,7 @@ def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> k
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         format=format,
+        centred=True,
     )
 
 

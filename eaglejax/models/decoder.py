@@ -136,6 +136,7 @@ def init_cache(
         head_dim=config.head_dim,
         format=format,
         scales=scales,
+        centred=config.attention_softcap is None,
     )
 
 

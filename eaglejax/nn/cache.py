@@ -63,10 +63,13 @@ def init_cache(
     head_dim: int,
     format: Any = "float32",
     scales: CacheScales | None = None,
+    centred: bool = False,
 ) -> KVCache:
     """An empty cache of ``layers`` times [batch, kv_heads, capacity, head_dim].
 
-    ``format``: see ``kv_format``; int8-static needs ``scales``, and no other takes them. Raises ConfigError.
+    ``format``: see ``kv_format``; int8-static needs ``scales``, and no other takes them. ``centred``: where
+    keys get a scale as they come, they are stored as differences from the row's first one (see ``kv_codec``),
+    which attention without a softcap does not notice. Raises ConfigError.
     """
     format = kv_format(format)
     if format.static != (scales is not None):
@@ -77,9 +80,9 @@ def init_cache(
         )
     shape = (batch, kv_heads, capacity, head_dim)
 
-    def sides(channels: tuple[jax.Array, ...] | None) -> tuple[Stored, ...]:
+    def sides(channels: tuple[jax.Array, ...] | None, centred: bool = False) -> tuple[Stored, ...]:
         if channels is None:
-            return tuple(kv_codec.empty(format, shape, None) for _ in range(layers))
+            return tuple(kv_codec.empty(format, shape, None, centred=centred) for _ in range(layers))
         if [c.shape for c in channels] != [(kv_heads, head_dim)] * layers:
             raise ConfigError(
                 f"cache scales must be {layers} arrays of shape {(kv_heads, head_dim)}; they are "
@@ -88,7 +91,7 @@ def init_cache(
         return tuple(kv_codec.empty(format, shape, c) for c in channels)
 
     return KVCache(
-        k=sides(None if scales is None else scales.k),
+        k=sides(None if scales is None else scales.k, centred),
         v=sides(None if scales is None else scales.v),
         lengths=jnp.zeros((batch,), jnp.int32),
     )
@@ -96,7 +99,8 @@ def init_cache(
 
 def write(cached: Stored, new: jax.Array, lengths: jax.Array) -> Stored:
     """Put ``new`` [B, Hkv, N, d] into ``cached`` [B, Hkv, S, d] at slots ``lengths[b] + (0..N-1)``."""
-    ready = kv_codec.encode(cached, new) if isinstance(cached, PackedKV) else new.astype(cached.dtype)
+    packed = isinstance(cached, PackedKV)
+    ready = kv_codec.encode(cached, new, lengths) if packed else new.astype(cached.dtype)
     return kv_codec.each(lambda old, fresh: _put(old, fresh, lengths), cached, ready)
 
 

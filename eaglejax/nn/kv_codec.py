@@ -5,6 +5,13 @@ levels of a codebook), ``scale`` is the token's own, and T is what all tokens of
 factor a channel. Because T is linear, attention never applies it to the cache: a query meets keys as
 ``scale * <T'(q), code>``, and the weighted sum of the values' codes is taken through T once (``into_codes``,
 ``out_of_codes``). So a narrow cache costs attention its expansion and one product a slot and head.
+
+Keys may be stored as differences from one vector a row and head, ``centre``. Most of a key's length can be
+the same for every token (a bias of its projection, channels that hardly vary), and bits that go to it are
+lost to what tells tokens apart. It is never added again: <q, centre> moves all scores of a query alike, which
+the softmax does not see (SageAttention, Zhang et al. 2024, arXiv:2410.02367, which takes the mean of all
+keys). The centre is the key of the row's first token, so that it is known as soon as anything is stored and
+depends on nothing that comes later.
 """
 
 from __future__ import annotations
@@ -34,12 +41,13 @@ class PackedKV:
 
     ``codes`` [B, Hkv, S, w] in the format's dtype; ``scale`` [B, Hkv, S] f32, or None where the format has
     no scale a token; ``channels`` [Hkv, d] f32: the calibrated scale of every channel, for int8-static, else
-    None.
+    None; ``centre`` [B, Hkv, d] f32: what was subtracted from every vector, None for nothing.
     """
 
     codes: jax.Array
     scale: jax.Array | None
     channels: jax.Array | None
+    centre: jax.Array | None
     format: KVFormat = pytree.static()
     head_dim: int = pytree.static()
 
@@ -59,16 +67,25 @@ Stored = jax.Array | PackedKV
 
 
 def each(function: Callable[..., jax.Array], stored: Any, *others: Any) -> Any:
-    """``function`` on every array of ``stored`` that has a slot axis (the third), with that of ``others``."""
+    """``function`` on every array of ``stored`` that has a slot axis (the third), with that of ``others``.
+
+    What has none comes from the last of them.
+    """
     if not isinstance(stored, PackedKV):
         return function(stored, *others)
     codes = function(stored.codes, *(o.codes for o in others))
     scale = None if stored.scale is None else function(stored.scale, *(o.scale for o in others))
-    return dataclasses.replace(stored, codes=codes, scale=scale)
+    return dataclasses.replace((stored, *others)[-1], codes=codes, scale=scale)
 
 
-def empty(format: KVFormat, shape: tuple[int, ...], channels: jax.Array | None) -> Stored:
-    """Zeros of ``shape`` [B, Hkv, S, d]. Raises ConfigError for a head that is too small to be rotated."""
+def empty(
+    format: KVFormat, shape: tuple[int, ...], channels: jax.Array | None, *, centred: bool = False
+) -> Stored:
+    """Zeros of ``shape`` [B, Hkv, S, d].
+
+    ``centred``: differences from each row's first vector will be stored, where the format finds its scales by
+    itself. Raises ConfigError for a head that is too small to be rotated.
+    """
     if format.plain:
         return jnp.zeros(shape, format.dtype)
     if format.rotation is not None and shape[3] < 2:
@@ -78,14 +95,22 @@ def empty(format: KVFormat, shape: tuple[int, ...], channels: jax.Array | None) 
         scale=jnp.zeros(shape[:3], jnp.float32) if format.scaled else None,
         # A copy, because caches are donated and these scales are the user's.
         channels=None if channels is None else jnp.copy(channels),
+        centre=jnp.zeros((*shape[:2], shape[3]), jnp.float32) if centred and format.scaled else None,
         format=format,
         head_dim=shape[3],
     )
 
 
-def encode(like: PackedKV, x: jax.Array) -> PackedKV:
-    """``x`` [B, Hkv, N, d], finite, in the format of ``like``. Each vector's codes depend on it alone."""
+def encode(like: PackedKV, x: jax.Array, start: jax.Array) -> PackedKV:
+    """``x`` [B, Hkv, N, d], finite, in the format of ``like``, for slots from ``start`` [B] on.
+
+    Each vector's codes depend on it and on the row's centre alone: that of ``like``, or the first vector in
+    a row that starts at slot 0.
+    """
     x, format = x.astype(jnp.float32), like.format
+    if like.centre is not None:
+        like = dataclasses.replace(like, centre=jnp.where(start[:, None, None] == 0, x[:, :, 0], like.centre))
+        x = x - like.centre[:, :, None]
     if like.channels is not None:
         codes = _round(x / _nonzero(like.channels)[None, :, None])
         return dataclasses.replace(like, codes=codes)
@@ -137,7 +162,8 @@ def decode(stored: Stored) -> jax.Array:
         x = x * stored.scale[..., None]
     if stored.channels is not None:
         x = x * stored.channels[None, :, None]
-    return _turn(x, stored, back=True)
+    x = _turn(x, stored, back=True)
+    return x if stored.centre is None else x + stored.centre[:, :, None]
 
 
 def into_codes(stored: PackedKV, q: jax.Array) -> jax.Array:

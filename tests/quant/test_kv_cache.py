@@ -212,6 +212,46 @@ def test_a_committed_path_takes_its_scales_along(name: str) -> None:
             )
 
 
+@pytest.mark.parametrize("name", ["int8", "turbo4"])
+def test_what_all_keys_share_is_left_out_and_attention_does_not_notice(name: str) -> None:
+    """Rows start at their own first key, whatever their neighbours do, and keep it while they grow."""
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((B, 2, HQ, D)).astype(np.float32)
+    x = rng.standard_normal((2, B, HKV, S, D)).astype(np.float32)
+    x[0] += 30 * rng.standard_normal((B, HKV, 1, D))
+    cache = init_cache(layers=1, batch=B, capacity=S, kv_heads=HKV, head_dim=D, format=name, centred=True)
+    (k,), (v,) = cache.k, cache.v
+    assert v.centre is None
+    lengths = jnp.zeros(B, jnp.int32)
+
+    @jax.jit
+    def attended(k: Any, v: Any) -> jax.Array:
+        at = jnp.full((B,), S - 2)
+        visible = jnp.broadcast_to(jnp.tril(jnp.ones((2, 2), bool)), (B, 2, 2))
+        return attend(q, k, v, at, visible, at[:, None] + jnp.arange(2), scale=0.3)
+
+    grow = jax.jit(write)
+    for part in range(0, S, 8):
+        k, v = (grow(c, jnp.asarray(y[:, :, part : part + 8]), lengths) for c, y in ((k, x[0]), (v, x[1])))
+        np.testing.assert_array_equal(k.centre, x[0][:, :, 0])
+        lengths = lengths + 8
+    got = attended(k, v)
+    np.testing.assert_allclose(got, attended(kv_codec.decode(k), kv_codec.decode(v)), rtol=0, atol=2e-4)
+    exact = np.asarray(attended(jnp.asarray(x[0]), jnp.asarray(x[1])))
+    size = np.sqrt((exact**2).mean())
+    assert np.sqrt(((got - exact) ** 2).mean()) < (0.02 if name == "int8" else 0.25) * size
+    again = grow(k, jnp.asarray(x[1][:, :, :1]), jnp.asarray([0, S - 1]))
+    np.testing.assert_array_equal(again.centre, np.stack([x[1][0, :, 0], x[0][1, :, 0]]))
+
+
+def test_scores_under_a_softcap_would_notice() -> None:
+    for softcap, centred in ((None, True), (20.0, False)):
+        config = tiny_config(attention_softcap=softcap)
+        keys = decoder.init_cache(config, 1, 8, "int8").k[0]
+        assert (keys.centre is not None) == centred
+        assert (memory.cache_row_bytes(config, "int8") > 0) == centred
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dim", [8, 10])
 def test_counted_bytes_are_the_arrays(name: str, dim: int) -> None:
@@ -220,7 +260,7 @@ def test_counted_bytes_are_the_arrays(name: str, dim: int) -> None:
     scales = CacheScales(k=(shape,) * 2, v=(shape,) * 2) if KVFormat(name).static else None
     cache = jax.eval_shape(lambda s: decoder.init_cache(config, 3, slots, name, s), scales)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
-    counted = 3 * slots * memory.cache_bytes_per_token(config, name)
+    counted = 3 * (slots * memory.cache_bytes_per_token(config, name) + memory.cache_row_bytes(config, name))
     assert held == counted + memory.cache_scale_bytes(config, name)
 
 

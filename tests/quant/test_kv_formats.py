@@ -95,7 +95,7 @@ def there_and_back(format: KVFormat, x: jax.Array, channels: jax.Array | None) -
     """What vectors come back as, and the codes."""
     empty = kv_codec.empty(format, x.shape, channels)
     assert isinstance(empty, kv_codec.PackedKV)
-    packed = kv_codec.encode(empty, x)
+    packed = kv_codec.encode(empty, x, jnp.zeros(x.shape[0], jnp.int32))
     assert jax.tree.map(lambda a: (a.shape, a.dtype), packed) == jax.tree.map(
         lambda a: (a.shape, a.dtype), empty
     )
@@ -192,3 +192,26 @@ def test_a_format_is_named_in_the_words_that_others_use() -> None:
 def test_formats_that_cannot_be_are_refused(make, match) -> None:
     with pytest.raises(ConfigError, match=match):
         make()
+
+
+@pytest.mark.parametrize("name", ["int8", "turbo3"])
+def test_keys_relative_to_a_row_s_first_one_lose_nothing_to_what_all_share(name: str) -> None:
+    """A common vector a hundred times as long costs no bit; the first key itself is held exactly."""
+    format, rng = KVFormat(name), np.random.default_rng(2)
+    x = rng.standard_normal((2, 2, 65, 64)).astype(np.float32)
+    shared = 100 * rng.standard_normal((2, 2, 1, 64)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def held(centred: bool, keys: jax.Array) -> jax.Array:
+        cache = kv_codec.empty(format, keys.shape, None, centred=centred)
+        assert isinstance(cache, kv_codec.PackedKV)
+        return kv_codec.decode(kv_codec.encode(cache, keys, jnp.zeros(2, jnp.int32)))
+
+    errors = []
+    for keys in (x, x + shared):
+        back = np.asarray(held(True, keys))
+        np.testing.assert_allclose(back[:, :, 0], keys[:, :, 0], rtol=1e-6)
+        errors.append(((back - keys)[:, :, 1:] ** 2).mean())
+    # What is left of the difference is rounding of float32.
+    assert errors[1] == pytest.approx(errors[0], rel=0.02)
+    assert ((np.asarray(held(False, x + shared)) - x - shared) ** 2).mean() > 30 * errors[1]
