@@ -36,17 +36,17 @@ class GrowingResult:
             "seed": seed,
         }
         self.figures: dict[str, Any] = {}
-        if self.path.is_file():
-            found = record.read(self.path)
-            self._check(found)
-            self.figures = found["figures"]
+        self._read()
 
     @property
     def path(self) -> Path:
         """The file."""
         return record.results_folder(STUDY, self.root) / f"{self.name}.json"
 
-    def _check(self, found: Mapping[str, Any]) -> None:
+    def _read(self) -> None:
+        if not self.path.is_file():
+            return
+        found = record.read(self.path)
         mine, theirs = (about["config"] | {"seed": about["seed"]} for about in (self._about, found))
         differ = sorted(k for k in set(mine) | set(theirs) if mine.get(k) != theirs.get(k))
         if differ:
@@ -54,6 +54,7 @@ class GrowingResult:
                 f"{self.path} was recorded under other settings: {', '.join(differ)} differ. Give this "
                 "result another --name, or remove that file"
             )
+        self.figures = found["figures"]
 
     def has(self, *keys: str) -> bool:
         """Whether something is recorded under these nested keys."""
@@ -67,7 +68,8 @@ class GrowingResult:
         return here
 
     def put(self, value: Mapping[str, Any], *keys: str) -> None:
-        """Record ``value`` under nested keys and write the file."""
+        """Record ``value`` under nested keys and write the file, keeping what other runs wrote meanwhile."""
+        self._read()
         here = self.figures
         for key in keys[:-1]:
             here = here.setdefault(key, {})

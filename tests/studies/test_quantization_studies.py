@@ -72,6 +72,8 @@ def test_a_growing_result_goes_on_where_it_was_left(tmp_path):
     assert not again.has("two")
     assert not again.has("one", "tau", "value", "deeper")
     again.put({"value": 3.5}, "two", "tau")
+    first.put({"value": 4.5}, "two", "text")
+    assert record.read(first.path)["figures"]["two"] == {"tau": {"value": 3.5}, "text": {"value": 4.5}}
     assert set(record.read(again.path)["figures"]) == {"one", "two"}
     with pytest.raises(ConfigError, match="other settings: x differ"):
         growing(tmp_path, config={"x": (1, 3)})
