@@ -17,6 +17,6 @@ def draw(results: Results) -> Any:
         axis.bar(range(len(rungs)), [rung["tau"] for rung in rungs.values()], color=style.OURS[0])
         axis.axhline(1.0, color="#555555", linewidth=0.8)
         axis.set_xticks(range(len(rungs)), list(rungs), rotation=35, ha="right", fontsize=7)
-        title = f"Mean acceptance length on a rotated target ({name})"
+        title = f"Acceptance on a rotated target ({name})"
         style.finish(axis, title, "", "tau (1: nothing accepted)")
     return figure
