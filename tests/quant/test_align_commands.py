@@ -6,10 +6,12 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tiny_draft import EAGLE3
-from tiny_model import HIDDEN, write_model
+from tiny_model import HIDDEN, VOCAB, write_model
 
 import eaglejax as ej
 from eaglejax.checkpoint.eagle_read import read_draft
@@ -104,6 +106,65 @@ def test_without_an_export_the_rotation_is_recovered_from_the_original(run, fold
     assert "rotated without saying so" in err
     status, _, err = generate(run, folders["silent"], tmp_path / "out")
     assert status == 0, err
+
+
+@pytest.fixture(scope="module")
+def orbit(tmp_path_factory):
+    """A model whose next token is a function of the last one, and a draft that has learnt it by heart: its
+    head finds in the embedding of a token the one after the next."""
+    at = tmp_path_factory.mktemp("orbit")
+    path = at / "model" / "model.safetensors"
+    write_model(at / "model")
+    tensors = load_file(path)
+    save_file(tensors | {n: 0 * x for n, x in tensors.items() if "o_proj" in n or "down_proj" in n}, path)
+    original = ej.load_target(at / "model", dtype="float32")
+    unit = tensors["model.embed_tokens.weight"]
+    unit = unit / np.linalg.norm(unit, axis=1, keepdims=True)
+    following = (unit @ tensors["lm_head.weight"].T).argmax(1)
+    config = dataclasses.replace(EAGLE3, draft_vocab_size=VOCAB)
+    weights = init_eagle(config, jax.random.key(0)) | {"embed": original.params["embed"]}
+    head = np.zeros((VOCAB, HIDDEN), np.float32)
+    np.add.at(head, following[following], unit)
+    half = np.eye(HIDDEN, dtype=np.float32) / 2
+    layer = {n: 0 * x if n in ("o", "down") else x for n, x in weights["layers"][0].items()}
+    weights |= {
+        "head": jnp.asarray(head.T),
+        "fc": jnp.asarray(np.concatenate([half, half])),
+        "layers": [layer],
+    }
+    write_draft(at / "draft", config, tensors_of_weights(config, weights), None, to="eaglejax")
+    return str(at / "model"), str(at / "draft")
+
+
+def test_a_folder_that_quantize_rotated_and_a_draft_that_check_finds_mended(run, orbit, tmp_path):
+    model, draft = orbit
+    status, _, err = run(
+        *("quantize", "--model-path", model, "--output-path", tmp_path / "turned"),
+        *("--quant-type", "w8a8", "--use-rot", "True", "--json"),
+    )
+    assert status == 0, err
+    asked = ("align", "--draft-model-path", draft, "--target-model-path", tmp_path / "turned", "--check")
+    status, out, err = run(*asked, "--output-dir", tmp_path / "aligned", "--json")
+    assert status == 0, err
+    check = json.loads(out)["check"]
+    assert check["better"]
+    assert check["before"] < 0.3
+    assert check["after"] > 0.9, "the first of three drafts, as the head knows no further"
+    status, out, err = run(
+        *(*asked, "--output-dir", tmp_path / "fitted", "--json", "--method", "procrustes"),
+        *("--original-target", model),
+    )
+    assert status == 0, err
+    assert json.loads(out)["check"]["after"] == check["after"]
+    other = read_draft(draft).config
+    weights = init_eagle(other, jax.random.key(1)) | {"embed": ej.load_target(model).params["embed"]}
+    write_draft(tmp_path / "weak", other, tensors_of_weights(other, weights), None, to="eaglejax")
+    status, _, err = run(
+        *("align", "--draft-model-path", tmp_path / "weak", "--target-model-path", tmp_path / "turned"),
+        *("--output-dir", tmp_path / "still-weak", "--check"),
+    )
+    assert status == 1
+    assert "before" in err
 
 
 def test_diagnose_prints_a_verdict_a_test_and_finds_the_basis(run, folders, rows):

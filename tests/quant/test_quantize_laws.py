@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from loop_tools import CASES, CONTEXT, SEED, VOCAB, decode, lively, prompts, tiny_config
 
+import eaglejax as ej
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
 from eaglejax.nn.moe import MoeConfig
@@ -26,6 +27,9 @@ SCHEMES = {
     "w8a16": get_scheme("w8a16"),
 }
 PROPOSERS = ("ngram", "prediction", "chain_3", "mixed")
+WIDTHS = (2, 3, 4, 8, 9, 17)
+"""Nodes of a verification, against single tokens."""
+RANDOM = np.random.default_rng(4).integers(0, VOCAB, 36).astype(np.int32)
 
 
 @functools.cache
@@ -98,9 +102,8 @@ def logits_by(target: Target, tokens: np.ndarray, width: int) -> np.ndarray:
     return np.concatenate(found)
 
 
-def check_widths(name: str, widths: tuple[int, ...], layers: int) -> None:
-    target = quantised(name, layers)
-    tokens = np.random.default_rng(4).integers(0, VOCAB, 36).astype(np.int32)
+def check_widths(target: Target, tokens: np.ndarray, widths: tuple[int, ...]) -> None:
+    """The logits of ``tokens`` [T], scored so many at a time, are those of one at a time."""
     alone = logits_by(target, tokens, 1)
     for width in widths:
         together = logits_by(target, tokens, width)
@@ -108,10 +111,29 @@ def check_widths(name: str, widths: tuple[int, ...], layers: int) -> None:
 
 
 def test_a_wide_verification_scores_what_single_tokens_would() -> None:
-    check_widths("w8a8", (4, 17), layers=1)
+    check_widths(quantised("w8a8", 1), RANDOM, WIDTHS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_width_scores_what_single_tokens_would(name: str) -> None:
-    check_widths(name, (2, 3, 4, 8, 9, 17), layers=2)
+    check_widths(quantised(name, 2), RANDOM, WIDTHS)
+
+
+@pytest.mark.slow
+def test_the_demo_model_in_int8_scores_narrow_widths_as_single_tokens_and_wide_ones_nearly() -> None:
+    """From eight rows on XLA:CPU sums norms in another order. A last bit moves an activation across the
+    border of two integers, and 24 layers make of it what rounding to int8 makes anywhere."""
+    target = ej.load_target("demo", dtype="float32", quant="w8a8")
+    tokens = target.need_tokenizer().encode(
+        "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[0]\n"
+        "    left = [x for x in items[1:] if x < pivot]\n"
+    )
+    assert len(tokens) > 2 * WIDTHS[-1]
+    text = np.asarray(tokens, np.int32)
+    check_widths(target, text, tuple(n for n in WIDTHS if n < 8))
+    alone = logits_by(target, text, 1)
+    for width in (8, 9, 17):
+        together = logits_by(target, text, width)
+        off = (together - alone[: len(together)]).std() / alone.std()
+        assert off < 0.15, width
