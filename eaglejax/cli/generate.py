@@ -46,6 +46,8 @@ class Generate:
     """Prompts decoded together."""
     dtype: str | None = None
     """bfloat16, float32 or float16, of weights and activations. Default: bfloat16."""
+    quant: str | None = None
+    """Hold the target's weights in 8 or 4 bits: a scheme such as w8a8 or w4a8-g32; keep: a GGUF file's."""
     kv_cache_dtype: str | None = None
     """Keys and values of the target: float32, bfloat16, float16, int8, int8-static, fp8, or codes of 4 or 3
     bits: rotor4, iso4, turbo4, rotor3, iso3, turbo3. Default: what its files ask for, or --dtype."""
@@ -71,7 +73,9 @@ class Generate:
         if self.batch_size < 1:
             raise ConfigError(f"--batch-size is {self.batch_size}; it must be 1 or more")
         with show.status(f"loading {self.target}"):
-            target = methods.with_cache(ej.load_target(self.target, dtype=self.dtype), self.kv_cache_dtype)
+            target = methods.with_cache(
+                ej.load_target(self.target, dtype=self.dtype, quant=self.quant), self.kv_cache_dtype
+            )
             proposer = methods.proposer_from(target, config)
         options = {"proposer": proposer, "sampling": sampling, "max_new_tokens": self.max_new_tokens}
         if not self.json and self.prompt is not None:

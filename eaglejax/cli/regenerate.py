@@ -40,6 +40,8 @@ class Regenerate:
     """Another seed gives other samples."""
     dtype: str | None = None
     """bfloat16, float32 or float16, of weights and activations. Default: bfloat16."""
+    quant: str | None = None
+    """Hold the target's weights in 8 or 4 bits: a scheme such as w8a8 or w4a8-g32; keep: a GGUF file's."""
     json: bool = False
     """Print one JSON object on stdout at the end, and nothing else there."""
 
@@ -52,7 +54,7 @@ class Regenerate:
         fields = {f.name for f in dataclasses.fields(RegenerateOptions)}
         options = RegenerateOptions(**{k: v for k, v in dataclasses.asdict(self).items() if k in fields})
         with show.status(f"loading {self.target}"):
-            target = load_target(self.target, dtype=self.dtype)
+            target = load_target(self.target, dtype=self.dtype, quant=self.quant)
             proposer = None if self.draft is None else load_draft(self.draft, target)
         tokens = 0
         with progress("answers", self.limit) as bar:

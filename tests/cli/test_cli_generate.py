@@ -168,6 +168,9 @@ def test_dtype_is_that_of_the_weights(monkeypatch, run, model):
     for dtype in ([], F32, ["--dtype", "bfloat16"]):
         assert run("generate", "--target", model, "--prompt", "a", "--max-new-tokens", 1, *dtype)[0] == 0
     assert [t.dtype.name for t in seen] == ["bfloat16", "float32", "bfloat16"]
+    packed = ["--quant", "w8a8"]
+    assert run("generate", "--target", model, "--prompt", "a", "--max-new-tokens", 1, *packed)[0] == 0
+    assert [t.quantization for t in seen[-2:]] == [None, "w8a8"]
 
 
 def drafting(value):
