@@ -99,8 +99,9 @@ def init_cache(
 
 def write(cached: Stored, new: jax.Array, lengths: jax.Array) -> Stored:
     """Put ``new`` [B, Hkv, N, d] into ``cached`` [B, Hkv, S, d] at slots ``lengths[b] + (0..N-1)``."""
-    packed = isinstance(cached, PackedKV)
-    ready = kv_codec.encode(cached, new, lengths) if packed else new.astype(cached.dtype)
+    ready = (
+        kv_codec.encode(cached, new, lengths) if isinstance(cached, PackedKV) else new.astype(cached.dtype)
+    )
     return kv_codec.each(lambda old, fresh: _put(old, fresh, lengths), cached, ready)
 
 

@@ -109,8 +109,8 @@ def encode(like: PackedKV, x: jax.Array, start: jax.Array) -> PackedKV:
     """
     x, format = x.astype(jnp.float32), like.format
     if like.centre is not None:
-        like = dataclasses.replace(like, centre=jnp.where(start[:, None, None] == 0, x[:, :, 0], like.centre))
-        x = x - like.centre[:, :, None]
+        centre = jnp.where(start[:, None, None] == 0, x[:, :, 0], like.centre)
+        like, x = dataclasses.replace(like, centre=centre), x - centre[:, :, None]
     if like.channels is not None:
         codes = _round(x / _nonzero(like.channels)[None, :, None])
         return dataclasses.replace(like, codes=codes)
