@@ -121,19 +121,13 @@ def test_every_width_scores_what_single_tokens_would(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_model_in_int8_scores_narrow_widths_as_single_tokens_and_wide_ones_nearly() -> None:
-    """From eight rows on XLA:CPU sums norms in another order. A last bit moves an activation across the
-    border of two integers, and 24 layers make of it what rounding to int8 makes anywhere."""
-    target = ej.load_target("demo", dtype="float32", quant="w8a8")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo_model_in_int8_scores_every_width_as_single_tokens(dtype: str) -> None:
+    target = ej.load_target("demo", dtype=dtype, quant="w8a8")
     tokens = target.need_tokenizer().encode(
         "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[0]\n"
         "    left = [x for x in items[1:] if x < pivot]\n"
     )
     assert len(tokens) > 2 * WIDTHS[-1]
     text = np.asarray(tokens, np.int32)
-    check_widths(target, text, tuple(n for n in WIDTHS if n < 8))
-    alone = logits_by(target, text, 1)
-    for width in (8, 9, 17):
-        together = logits_by(target, text, width)
-        off = (together - alone[: len(together)]).std() / alone.std()
-        assert off < 0.15, width
+    check_widths(target, text, WIDTHS)
