@@ -24,8 +24,10 @@ from eaglejax.errors import ConfigError
 from eaglejax.train.prepare import STARTS
 from eaglejax.train.settings import TrainSettings, override, parse, read_toml, to_toml
 
-FIXED = ("target", "target_dtype", "target_quant", "out")
-FIXED += ("run.decode_prompts", "run.decode_tokens", "run.decode_depth")
+FIXED = (
+    *("target", "target_dtype", "target_quant", "out"),
+    *("run.decode_prompts", "run.decode_tokens", "run.decode_depth"),
+)
 """Settings that are the same in all runs: the target, and how the drafts are compared."""
 
 RESULT = "result.json"
