@@ -76,9 +76,18 @@ def _made(kernel: Kernel, level: str) -> native.Library | str:
         log.warning("%s: %s", kernel.left, error)
         return str(error)
     for symbol in kernel.symbols:
-        call = jax.ffi.pycapsule(getattr(library.handle, symbol))
-        jax.ffi.register_ffi_target(_target(symbol, library), call, platform="cpu")
+        name = _target(symbol, library)
+        # XLA takes a name once a process, and the same name is the same code wherever its file lies.
+        if name not in _REGISTERED:
+            jax.ffi.register_ffi_target(
+                name, jax.ffi.pycapsule(getattr(library.handle, symbol)), platform="cpu"
+            )
+            _REGISTERED.add(name)
     return library
+
+
+_REGISTERED: set[str] = set()
+"""Names under which XLA knows the calls of this process."""
 
 
 def _target(symbol: str, library: native.Library) -> str:

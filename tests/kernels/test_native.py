@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from kernels_pallas import KernelError, native
+from kernels_pallas import KernelError, foreign, native
 from kernels_pallas.quant_matmul import cpu
 
 SOURCE = 'extern "C" int answer() { return 41; }\n'
@@ -76,3 +76,13 @@ def test_levels_follow_the_processor(monkeypatch):
     assert native.levels_here() == ("avx2", "portable")
     monkeypatch.setattr(native, "processor_features", frozenset)
     assert native.levels_here() == ("portable",)
+
+
+@pytest.mark.skipif(cpu.KERNEL.status()[0] is None, reason="no C++ compiler")
+def test_a_kernel_made_again_in_another_folder_is_the_one_that_is_known(tmp_path, monkeypatch):
+    symbol = cpu.KERNEL.symbols[0]
+    known = cpu.KERNEL.target(symbol)
+    monkeypatch.setenv(native.HOME_VARIABLE, str(tmp_path))
+    foreign._made.cache_clear()
+    assert cpu.KERNEL.target(symbol) == known
+    assert list(native.home(os.environ).glob(f"native/{cpu.KERNEL.source.stem}-*.so"))
