@@ -50,6 +50,12 @@ class Kernel:
         level, why = self.status()
         return None if level else f"cannot be made here: {why}"
 
+    def unavailable(self) -> str | None:
+        """Why programs of this process do not hold the kernel unasked, or None."""
+        if jax.device_count() > 1:
+            return "runs on one CPU device; XLA splits its own operations over a mesh, and not this call"
+        return self.refusal()
+
     def target(self, symbol: str) -> str:
         """Name under which XLA knows a call of the level in force.
 

@@ -270,7 +270,7 @@ def check_runs(adapter: Adapter, attention: Attention) -> None:
     if attention.implementation == "native":
         from kernels_pallas import cache_attention
 
-        refusal = "runs on a CPU" if adapter.platform != "cpu" else cache_attention.unavailable()
+        refusal = "runs on a CPU" if adapter.platform != "cpu" else cache_attention.KERNEL.unavailable()
         if refusal:
             raise ConfigError(f"the native attention kernel {refusal}; use attention 'xla'")
         return

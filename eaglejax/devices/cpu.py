@@ -139,7 +139,7 @@ def adapter(device: Any) -> Adapter:
     from kernels_pallas import cache_attention
 
     del device
-    refusal = cache_attention.unavailable()
+    refusal = cache_attention.KERNEL.unavailable()
     flags = devices.prepare().cpu_flags
     return Adapter(
         name="cpu",
@@ -298,7 +298,7 @@ def cache_operations() -> dict[str, CacheOperation]:
 
     def operation(kernel: Any) -> CacheOperation:
         level, reason = kernel.status()
-        if level is not None and (refusal := kernels.unavailable(kernel)):
+        if level is not None and (refusal := kernel.unavailable()):
             level, reason = None, refusal
         return CacheOperation("native" if level else "xla", level, reason)
 

@@ -111,7 +111,7 @@ def _put(cached: jax.Array, fresh: jax.Array, lengths: jax.Array) -> jax.Array:
     XLA:CPU computes updates of a bfloat16 buffer in float32, and so makes B passes over all of it for B rows;
     a call of our own moves the bytes.
     """
-    if cache_attention.unavailable(cache_attention.WRITE_KERNEL) is None:
+    if cache_attention.WRITE_KERNEL.unavailable() is None:
         return portable_call(cache_attention.cache_write, _put_xla, cached, fresh, lengths)
     return _put_xla(cached, fresh, lengths)
 

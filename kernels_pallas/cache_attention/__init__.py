@@ -29,7 +29,7 @@ WRITE_KERNEL = Kernel(
     symbols=("CacheWrite",),
     left="writes into a cache are left to XLA, which is slower on a CPU",
 )
-__all__ = ["KERNEL", "WRITE_KERNEL", "cache_attention", "cache_write", "refusal", "unavailable"]
+__all__ = ["KERNEL", "WRITE_KERNEL", "cache_attention", "cache_write", "refusal"]
 
 LANES = 16
 """Head sizes must be a multiple of this: numbers in a register."""
@@ -43,14 +43,7 @@ def refusal(q: jax.Array, k: jax.Array) -> str | None:
         return f"takes a cache of float32, bfloat16 or int8, not {k.dtype}"
     if q.shape[3] % LANES:
         return f"takes head sizes of a multiple of {LANES}, not {q.shape[3]}"
-    return unavailable()
-
-
-def unavailable(kernel: Kernel = KERNEL) -> str | None:
-    """Why a kernel of this module does not run in this process, or None."""
-    if jax.device_count() > 1:
-        return "runs on one CPU device; XLA splits its own operations over a mesh, and not this call"
-    return kernel.refusal()
+    return KERNEL.unavailable()
 
 
 def cache_attention(

@@ -44,7 +44,7 @@ def serves(rows: int, *, turned: bool) -> bool:
     CPU devices: XLA splits its own product over a mesh, and not this call.
     """
     level, _ = KERNEL.status()
-    if level is None or jax.device_count() > 1:
+    if level is None or KERNEL.unavailable():
         return False
     return rows <= MOST_ROWS[level] or (turned and level == "avx512-bf16")
 

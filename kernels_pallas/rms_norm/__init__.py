@@ -36,12 +36,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """
     reference = functools.partial(_reference, eps=eps)
     rows = math.prod(x.shape[:-1])
-    if (
-        x.dtype not in (jnp.float32, jnp.bfloat16)
-        or not 0 < rows <= MOST_ROWS
-        or jax.device_count() > 1
-        or KERNEL.refusal() is not None
-    ):
+    if x.dtype not in (jnp.float32, jnp.bfloat16) or not 0 < rows <= MOST_ROWS or KERNEL.unavailable():
         return reference(x, weight)
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = jax.ffi.ffi_call(KERNEL.target("RmsNorm"), shape, vmap_method="sequential")

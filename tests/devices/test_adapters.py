@@ -94,7 +94,7 @@ def test_jax_takes_a_share_of_a_gpu(monkeypatch):
 
 def test_this_cpu():
     got = devices.choose(jax.devices("cpu")[0])
-    attention = devices.XLA if cache_attention.unavailable() else adapter.NATIVE
+    attention = devices.XLA if cache_attention.KERNEL.unavailable() else adapter.NATIVE
     assert (got.name, got.attention, got.kernels) == ("cpu", attention, ())
     assert devices.current() == got
     assert devices.current() is devices.current()
