@@ -52,8 +52,8 @@ class FitData:
 
 def check_start(config: EagleConfig, target: ModelConfig, start: str) -> None:
     """Raise ConfigError where the target's last layer cannot be the draft's first."""
-    if config.version != 3 or config.num_layers != 1:
-        raise ConfigError(f"start {start!r} sets up an EAGLE-3 draft of one layer; use 'random' here")
+    if config.version != 3:
+        raise ConfigError(f"start {start!r} sets up an EAGLE-3 draft; use 'random' here")
     for name in ("hidden_size", "head_dim"):
         if getattr(config, name) != getattr(target, name):
             raise ConfigError(
@@ -83,6 +83,7 @@ def random_weights(config: EagleConfig, target: Target, seed: int) -> Weights:
 def layer_weights(config: EagleConfig, target: Target, seed: int, order: np.ndarray | None = None) -> Weights:
     """The target's last layer as the draft's: its attention on the feature's half of the input, a small
     random one on the embedding's, ``fc`` passing the highest boundary on, and ``order``'s first MLP neurons.
+    Further layers begin by adding nothing, so that a deeper draft starts as the draft of one layer.
     """
     check_start(config, target.config, "layer")
     weights = random_weights(config, target, seed)
@@ -102,6 +103,8 @@ def layer_weights(config: EagleConfig, target: Target, seed: int, order: np.ndar
     if theirs_o.shape == layer["o"].shape:
         layer["o"] = jnp.asarray(theirs_o)
     _borrow_mlp(config, target, layer, order)
+    for further in weights["layers"][1:]:
+        _silence(further)
     return weights
 
 
@@ -206,6 +209,13 @@ def _borrow_mlp(config: EagleConfig, target: Target, layer: Weights, order: np.n
         layer |= mlp
     layer["mlp_norm"] = _norm_weight(target, last["mlp_norm"])
     layer["hidden_norm"] = _norm_weight(target, last["attn_norm"])
+
+
+def _silence(layer: Weights) -> None:
+    """Make a layer pass its input on: the last matrix of each of its two branches is zero."""
+    layer["o"] = jnp.zeros_like(layer["o"])
+    mlp = layer.get("experts", layer)
+    mlp["down"] = jnp.zeros_like(mlp["down"])
 
 
 def _norm_weight(target: Target, weight: Any) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -119,6 +120,29 @@ def test_the_layer_start_is_the_targets_last_layer_on_the_features_half(target):
     np.testing.assert_allclose(fused, feature[:, :, 2], rtol=1e-6)
 
 
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_deeper_draft_starts_as_the_draft_of_one_layer_and_every_branch_can_learn(target, rows, experts):
+    shallow, deep = (
+        new_config(settings_with(experts=experts, num_layers=n).draft, target, 3).fit(target.config)
+        for n in (1, 3)
+    )
+    tokens = jnp.asarray([SAMPLES[0].ids[1:17]])
+    feature = jnp.asarray(rows.last[None, :16])
+
+    def states(weights, config):
+        params = EagleParams(weights, embed=target.params["embed"])
+        return eagle_model.backbone(
+            params, config, feature, tokens, jnp.arange(16)[None], lambda layer, q, k, v: v
+        )
+
+    one, three = (warm.fitted_weights(config, target, rows, 0) for config in (shallow, deep))
+    np.testing.assert_array_equal(states(one, shallow), states(three, deep))
+    gradient = jax.grad(lambda w: jnp.sum(states(w, deep) ** 2))(three)
+    for layer in gradient["layers"][1:]:
+        assert jnp.abs(layer["o"]).max() > 0
+        assert jnp.abs(layer.get("experts", layer)["down"]).max() > 0
+
+
 def test_a_new_draft_has_the_targets_rows_as_its_head_and_goes_on_from_its_export(target, tmp_path):
     settings = settings_with()
     data = Data(SAMPLES[:20], [], Report())
@@ -147,7 +171,6 @@ def test_starts_that_cannot_be_are_refused(target):
     for changes, words in (
         ({"intermediate_size": 400}, "not 400"),
         ({"num_kv_heads": 2}, "key/value heads"),
-        ({"num_layers": 2}, "one layer"),
         ({"start": "layer", "head_dim": 16}, "head_dim 8"),
         ({"start": "no/such/draft-folder-here"}, "names no model"),
     ):
