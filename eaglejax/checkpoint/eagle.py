@@ -24,8 +24,7 @@ from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models.target import Target, weight_dtype
 from eaglejax.quant.align import align_params, aligned
 from eaglejax.quant.array import QuantArray
-from eaglejax.quant.basis import basis_of
-from eaglejax.quant.detect import check_basis
+from eaglejax.quant.detect import check_basis, check_rotation
 from eaglejax.quant.online import plain
 
 
@@ -146,11 +145,13 @@ def load_draft(
     if not align:
         check_basis(config, weights, target, draft=os.fspath(spec))
         return Bound(Eagle(config, **options), bind(config, weights, target, file.ids))
-    basis = basis_of(target)
+    basis = target.rotation
     if basis is None:
         raise ConfigError(
             f"align is asked for, but {target.name} "
             + ("comes without the matrix of its rotation" if target.basis else "is not rotated")
         )
+    if "embed" in weights:
+        check_rotation(weights["embed"], target, basis, whose="the draft's embedding")
     params = align_params(bind(config, weights, target, file.ids), config, basis)
     return Bound(Eagle(aligned(config, basis), **options), params)

@@ -21,11 +21,11 @@ from eaglejax.checkpoint.hf import MARKER, open_weights
 from eaglejax.checkpoint.quant_parts import checked_scale, pending, require, with_offset_sums
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile
 from eaglejax.checkpoint.tables import leaf_paths
-from eaglejax.errors import CheckpointError
+from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
 from eaglejax.nn.cache import CacheScales
-from eaglejax.nn.kv_format import FORMATS
+from eaglejax.nn.kv_format import FORMATS, KVFormat, kv_format
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.online import HadamardInput
 
@@ -174,6 +174,28 @@ def packed_leaves(params: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in leaves}
 
 
+def cache_entry(format: Any) -> Any:
+    """A cache format as JSON: its name, or an object with name and seed where a seed was chosen, or null."""
+    if format is None:
+        return None
+    found = kv_format(format)
+    return {"format": found.name, "seed": found.seed} if found.seed else found.name
+
+
+def read_cache(entry: Any, where: str) -> str | KVFormat | None:
+    """The inverse of ``cache_entry``. Raises ``CheckpointError``."""
+    seeded = isinstance(entry, Mapping) and set(entry) == {"format", "seed"}
+    name = entry["format"] if seeded else entry
+    require(
+        name is None if entry is None else isinstance(name, str) and name in FORMATS,
+        f"{where}: {MARKER}.cache is {entry!r}; it can be one of {', '.join(FORMATS)}, perhaps with a seed",
+    )
+    try:
+        return KVFormat(name, entry["seed"]) if seeded else name
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {MARKER}.cache: {error}") from error
+
+
 def cache_arrays(scales: CacheScales | None) -> dict[str, Pending]:
     """Scales of an int8-static cache as arrays ``cache.k.<layer>`` and ``cache.v.<layer>``, f32 [Hkv, d]."""
     sides = {} if scales is None else {"k": scales.k, "v": scales.v}
@@ -200,9 +222,10 @@ def _cache_scales(file: SafetensorsFile, config: ModelConfig, used: set[str], wh
 
 def load(
     folder: Path, raw: Mapping[str, Any], config: ModelConfig, dtype: Any
-) -> tuple[ModelConfig, dict[str, Any], CacheScales | None, Mapping[str, Any]]:
-    """(config, leaves by path, cache scales, marker) of a folder. ``raw``: its config.json; ``dtype`` of
-    plain weights.
+) -> tuple[ModelConfig, dict[str, Any], str | KVFormat | None, CacheScales | None, Mapping[str, Any]]:
+    """(config, leaves by path, cache format, its scales, marker) of a folder.
+
+    ``raw``: its config.json; ``dtype`` of plain weights.
 
     Raises ``CheckpointError`` for files that are missing, changed or not what the marker describes.
     """
@@ -226,6 +249,10 @@ def load(
     )
     config = dataclasses.replace(config, **flags)
     file, table = open_weights(folder), leaf_paths(param_table(config, dtype))
+    unhashed = sorted({path.name for path in file.paths} - set(marker["files"]))
+    require(
+        not unhashed, f"{where}: {MARKER}.files leaves out {', '.join(unhashed[:4])}, which the index names"
+    )
     specs = marker["weights"]
     require(isinstance(specs, Mapping), f"{where}: {MARKER}.weights must be an object")
     unknown = [path for path in specs if path not in table]
@@ -240,17 +267,14 @@ def load(
             f"{info.shape}",
         )
         leaves[path] = value if is_packed(value) else value.astype(info.dtype)
-    cache = marker["cache"]
-    require(
-        cache is None or cache in FORMATS, f"{where}: {MARKER}.cache is {cache!r}; it can be one of {FORMATS}"
-    )
+    cache = read_cache(marker["cache"], where)
     scales = _cache_scales(file, config, used, where) if cache == "int8-static" else None
     extra = sorted(set(file.names()) - used)
     require(
         not extra,
         f"{folder} holds {len(extra)} arrays that {where} does not describe: {', '.join(extra[:4])}",
     )
-    return config, leaves, scales, marker
+    return config, leaves, cache, scales, marker
 
 
 def _check_hashes(folder: Path, files: Any, where: str) -> None:

@@ -31,10 +31,8 @@ from eaglejax.checkpoint.tables import Assignment, candidates, leaf_paths, mater
 from eaglejax.models.config import ModelConfig, from_hf
 from eaglejax.models.decoder import param_table
 from eaglejax.nn.cache import CacheScales
-from eaglejax.quant.basis import Basis, find_basis, read_basis
-
-UNKNOWN_ROTATION = "unknown rotation"
-"""The basis of a target that is said to be rotated and comes without its matrix."""
+from eaglejax.nn.kv_format import KVFormat
+from eaglejax.quant.basis import UNKNOWN_ROTATION, Basis, find_basis, read_basis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +47,7 @@ class QuantizedFolder:
     quantization: str
     basis: str | None
     rotation: Basis | None
-    cache_format: str | None
+    cache_format: str | KVFormat | None
     cache_scales: CacheScales | None
 
     def told(self) -> dict[str, Any]:
@@ -181,7 +179,7 @@ def _leaf(assignment: Assignment, store: QuantizedStore, dtype: Any, where: str)
 
 
 def _own(folder: Path, raw: Mapping[str, Any], config: ModelConfig, dtype: Any) -> QuantizedFolder:
-    config, leaves, scales, marker = quant_own.load(folder, raw, config, dtype)
+    config, leaves, cache, scales, marker = quant_own.load(folder, raw, config, dtype)
     stated, path = marker["basis"], find_basis(folder)
     rotation = None if path is None else _rotation(path, config)
     require(
@@ -195,9 +193,18 @@ def _own(folder: Path, raw: Mapping[str, Any], config: ModelConfig, dtype: Any) 
         quantization=marker["quantization"],
         basis=stated,
         rotation=rotation,
-        cache_format=marker["cache"],
+        cache_format=cache,
         cache_scales=scales,
     )
+
+
+def exported_rotation(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """What a ``Target`` says of the rotation that lies in a folder of plain weights, {} where none does."""
+    path = find_basis(folder)
+    if path is None:
+        return {}
+    rotation = _rotation(path, config)
+    return {"basis": rotation.id, "rotation": rotation}
 
 
 def _rotation(path: Path, config: ModelConfig) -> Basis:

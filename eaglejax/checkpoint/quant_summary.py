@@ -1,4 +1,4 @@
-"""What a quantised folder says of itself, told without reading its weights."""
+"""What a target's folder says of itself, quantised or not, told without reading its weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eaglejax.checkpoint import quant_compressed
+from eaglejax.checkpoint import quant_compressed, quant_own
 from eaglejax.checkpoint import quant_modelslim_read as modelslim_read
 from eaglejax.checkpoint.files import read_json
-from eaglejax.checkpoint.hf import IGNORABLE, IGNORABLE_OF, MARKER, RULES, NormalizedStore, quantized_form
+from eaglejax.checkpoint.hf import (
+    IGNORABLE,
+    IGNORABLE_OF,
+    MARKER,
+    RULES,
+    NormalizedStore,
+    open_weights,
+    quantized_form,
+)
 from eaglejax.checkpoint.quant_parts import Kind, require
 from eaglejax.checkpoint.quant_read import (
-    UNKNOWN_ROTATION,
     label,
     matrices_of,
     open_quantized,
@@ -30,16 +37,29 @@ from eaglejax.checkpoint.tables import candidates, leaf_paths
 from eaglejax.errors import CheckpointError
 from eaglejax.models.config import ModelConfig, from_hf
 from eaglejax.models.decoder import param_table
-from eaglejax.quant.basis import find_basis, read_basis
+from eaglejax.nn.kv_format import KVFormat
+from eaglejax.quant.basis import UNKNOWN_ROTATION, find_basis, read_basis
+
+_OF_A_MODEL = frozenset(
+    ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight")
+)
+
+
+def holds_target(folder: Path) -> bool:
+    """Whether a folder that is no EAGLE draft holds a target: by its layout, or by what it has names for."""
+    if quantized_form(folder) is not None:
+        return True
+    return _OF_A_MODEL.issubset(NormalizedStore(open_weights(folder), str(folder)).names())
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The object that ``inspect --json`` prints of a folder that ``hf.quantized_form`` recognises.
+    """The object that ``inspect --json`` prints of a target's folder.
 
-    ``form``; ``family``; ``schemes``: matrices by scheme, experts counted one by one; ``kinds``: schemes by
-    kind of weight (``layers.*.gate``), with their matrices; ``plain``: likewise, matrices left as they are;
-    ``basis`` and ``rotation`` (the file with its matrix); ``cache``: form of keys and values; ``bytes`` of
-    all weight files. Raises as ``load_quantized`` does for what shows without the values.
+    ``form``: the layout, "plain" where nothing is quantised; ``family``; ``schemes``: matrices by scheme,
+    experts counted one by one; ``kinds``: schemes by kind of weight (``layers.*.gate``), with their matrices;
+    ``plain``: likewise, matrices left as they are; ``basis`` and ``rotation`` (the file with its matrix);
+    ``cache``: form of keys and values; ``bytes`` of all weight files. Raises as ``load_quantized`` does for
+    what shows without the values.
     """
     form, raw = quantized_form(folder), read_json(folder / "config.json")
     config, files = from_hf(raw), open_quantized(folder, form)
@@ -52,7 +72,9 @@ def summary(folder: Path) -> dict[str, Any]:
             f"{folder / 'config.json'}: the entry {MARKER} is truncated",
         )
         leaves = dict(_own(config, marker["weights"], files))
-        basis, cache = marker.get("basis"), marker.get("cache")
+        basis = marker.get("basis")
+        asked = quant_own.read_cache(marker.get("cache"), str(folder / "config.json"))
+        cache = f"{asked.name}, seed {asked.seed}" if isinstance(asked, KVFormat) else asked
     else:
         store = NormalizedStore(files, str(folder))
         if form == "modelslim":
@@ -64,8 +86,10 @@ def summary(folder: Path) -> dict[str, Any]:
             cache = "int8-static" if description.cache_names else None
             basis = UNKNOWN_ROTATION if description.rotated else None
             exported = not description.rotated or description.rotation_file is not None
-        else:
+        elif form == "compressed-tensors":
             encoded = quant_compressed.find(read_scheme(folder, raw), store, matrices_of(config))
+        else:
+            encoded = {}
         kinds = {f"{module}.weight": e.kind for module, e in encoded.items()}
         leaves = dict(_foreign(config, kinds, store))
     path = find_basis(folder) if exported else None
@@ -81,7 +105,7 @@ def summary(folder: Path) -> dict[str, Any]:
             schemes[label([kind])] += 1
             by_kind.setdefault(name, Counter())[label([kind])] += 1
     return {
-        "form": form,
+        "form": form or "plain",
         "family": config.family,
         "schemes": dict(schemes),
         "kinds": {name: dict(counts) for name, counts in by_kind.items()},

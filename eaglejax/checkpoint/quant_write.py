@@ -26,8 +26,9 @@ from eaglejax.checkpoint.tables import Assignment, candidates, leaf_paths
 from eaglejax.errors import ConfigError
 from eaglejax.models.decoder import param_table
 from eaglejax.models.target import Target
+from eaglejax.nn.kv_format import kv_format
 from eaglejax.quant.array import QuantArray
-from eaglejax.quant.basis import write_basis
+from eaglejax.quant.basis import UNKNOWN_ROTATION, write_basis
 
 SHARD_BYTES = 4 << 30
 """A file of weights is closed before it grows beyond this."""
@@ -62,7 +63,7 @@ def write_quantized(
     for and for a folder that holds something.
     """
     check_form(target, form)
-    raw = dict(source_config(target) if config is None else config)
+    raw = _stripped(source_config(target) if config is None else config)
     check_output(out, overwrite=overwrite)
     with _fresh_folder(out) as folder:
         _write_tokenizer(target, folder)
@@ -85,12 +86,29 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 
 def check_form(target: Target, form: QuantizedForm) -> None:
     """Refuse a target that a layout cannot hold; raises ConfigError with what it has no place for."""
+    cache = None if target.cache_format is None else kv_format(target.cache_format)
+    static = cache is not None and cache.static
+    if static != (target.cache_scales is not None):
+        raise ConfigError(
+            f"{target.name} asks for an int8-static cache without scales for it; calibrate_cache finds them"
+            if static
+            else f"{target.name} has scales of an int8-static cache, but asks for "
+            f"{'none' if cache is None else cache.name}; leave them out, or ask for int8-static"
+        )
+    if target.rotation is None and target.basis not in (None, UNKNOWN_ROTATION):
+        raise ConfigError(
+            f"{target.name} is in basis {target.basis}, whose matrix would have to lie beside it"
+        )
     if form == "eaglejax":
         return
     leaves = quant_own.packed_leaves(target.params)
     arrays = [value for value in leaves.values() if isinstance(value, QuantArray)]
     wrapped = [path for path, v in leaves.items() if quant_own.is_packed(v) and not isinstance(v, QuantArray)]
     config = target.config
+    kinds = [(kind_of(a), a) for a in arrays]
+    groups = {kind.group for kind, _ in kinds} - {None}
+    # Of one group and of none the layout has the same tensors; the description's group size tells them apart.
+    dynamic = [(kind, a) for kind, a in kinds if kind.activation != "static"]
     problems = [
         (bool(wrapped), "rotations that run with the model (R4)"),
         (config.qk_rotation, "rotations of queries and keys (R3)"),
@@ -102,12 +120,13 @@ def check_form(target: Target, form: QuantizedForm) -> None:
         ),
         (not arrays, "a target without quantised weights"),
         (
-            target.cache_format not in ((None, "int8-static") if form == "modelslim" else (None,)),
-            f"a cache format ({target.cache_format})",
+            cache is not None and not (static and form == "modelslim"),
+            f"a cache format ({'' if cache is None else cache.name})",
         ),
+        (form == "modelslim" and len(groups) > 1, "groups of several sizes"),
         (
-            form == "modelslim" and len({a.rows // a.groups for a in arrays if a.groups > 1}) > 1,
-            "groups of several sizes",
+            form == "modelslim" and any(k.group is None and a.rows in groups for k, a in dynamic),
+            f"a matrix without groups that is as wide as a group of others ({', '.join(map(str, groups))})",
         ),
     ]
     wrong = [text for has, text in problems if has]
@@ -115,8 +134,7 @@ def check_form(target: Target, form: QuantizedForm) -> None:
         raise ConfigError(
             f"the {form} form has no place for {', '.join(wrong)}; use --format eaglejax, which holds all"
         )
-    for array in arrays:
-        kind = kind_of(array)
+    for kind, _ in kinds:
         if form == "modelslim":
             quant_modelslim.label_of(kind)
         elif kind.activation == "static" and kind.group:
@@ -124,7 +142,7 @@ def check_form(target: Target, form: QuantizedForm) -> None:
 
 
 def source_config(target: Target) -> dict[str, Any]:
-    """What config.json of a target's source says, without what concerns its quantisation.
+    """What config.json of a target's source says.
 
     Raises ConfigError for a target that comes from no file.
     """
@@ -132,8 +150,17 @@ def source_config(target: Target) -> dict[str, Any]:
         raise ConfigError(f"{target.name} comes from no file; give its config.json as a dict")
     if target.source.kind == "gguf":
         return config_from_metadata(GGUFFile(target.source.path))
-    raw = read_json(target.source.path / "config.json")
-    return {k: v for k, v in raw.items() if k not in ("quantization_config", "torch_dtype", "dtype", MARKER)}
+    return read_json(target.source.path / "config.json")
+
+
+def _stripped(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without what the writer says itself, in the language model of a multimodal one too."""
+    own = ("quantization_config", "torch_dtype", "dtype", "tie_word_embeddings", MARKER)
+    return {
+        key: _stripped(value) if key == "text_config" and isinstance(value, Mapping) else value
+        for key, value in raw.items()
+        if key not in own
+    }
 
 
 @contextlib.contextmanager
@@ -205,7 +232,7 @@ def _own(target: Target, folder: Path, limit: int) -> dict[str, Any]:
         dtype=target.dtype.name,
         quantization=target.quantization,
         basis=target.basis,
-        cache=target.cache_format,
+        cache=quant_own.cache_entry(target.cache_format),
         files={name: quant_own.file_hash(folder / name) for name in files},
     )
     return {MARKER: marker}

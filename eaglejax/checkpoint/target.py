@@ -7,7 +7,7 @@ from typing import Any
 from eaglejax.checkpoint.gguf import load_gguf
 from eaglejax.checkpoint.gguf_packed import load_packed
 from eaglejax.checkpoint.hf import load_folder, quantized_form
-from eaglejax.checkpoint.quant_read import load_quantized
+from eaglejax.checkpoint.quant_read import exported_rotation, load_quantized
 from eaglejax.checkpoint.sources import Source, Spec, resolve
 from eaglejax.checkpoint.tokenizer import load_tokenizer
 from eaglejax.errors import ConfigError, MismatchError
@@ -53,6 +53,7 @@ def load_target(
         tokenizer = load_tokenizer(found.path)
     else:
         config, params = load_folder(found.path, dtype, context=context)
+        told = exported_rotation(found.path, config)
         tokenizer = load_tokenizer(found.path)
     over = [i for i in (*tokenizer.eos_ids, tokenizer.vocab_size - 1) if i >= config.vocab_size]
     if over:

@@ -16,7 +16,7 @@ from eaglejax.cli import show
 from eaglejax.cli.diagnose import PROMPTS, written_texts
 from eaglejax.errors import ConfigError
 from eaglejax.quant.align_file import align_file, write_aligned
-from eaglejax.quant.basis import Basis, basis_of
+from eaglejax.quant.basis import Basis
 from eaglejax.quant.diagnose import Pair
 from eaglejax.quant.recover import recover_basis
 
@@ -79,24 +79,24 @@ class Align:
         return 0 if report["check"] is None or report["check"]["better"] else 1
 
     def _basis(self, target: ej.Target, original: ej.Target | None) -> tuple[Basis, float | None]:
-        """(basis, error of its recovery or None)."""
+        """(basis, error of its recovery or None). An exported matrix goes before a recovered one whatever the
+        method: a target and its drafts are matched by its id, which no recovery yields."""
+        exported = target.rotation
         if self.method == "procrustes":
             if original is None:
                 raise ConfigError(
                     "--method procrustes fits the rotation to --original-target; name that model"
                 )
             recovered = recover_basis(original, target)
-            return recovered.basis, recovered.error
-        basis = basis_of(target)
-        if basis is None:
+            return _completed(exported, recovered.basis), recovered.error
+        if exported is None:
             raise ConfigError(
                 f"{self.target} exports no rotation: it is not rotated, or its tool kept the matrix. In the "
                 "second case recover it with --method procrustes --original-target T0"
             )
-        if basis.gamma is None and original is not None:
-            # Other tools export the matrix alone; the weight that was folded is in the original.
-            return dataclasses.replace(basis, gamma=recover_basis(original, target).basis.gamma), None
-        return basis, None
+        if exported.gamma is None and original is not None:
+            return _completed(exported, recover_basis(original, target).basis), None
+        return exported, None
 
     def _check(self, target: ej.Target) -> dict[str, Any]:
         """Drafts accepted a round before and after, on the same texts."""
@@ -107,3 +107,10 @@ class Align:
             for folder, convention in ((draft_folder(self.draft), self.aux_convention), (self.out, "auto"))
         )
         return {"before": before.length, "after": after.length, "better": after.beats(before)}
+
+
+def _completed(exported: Basis | None, recovered: Basis) -> Basis:
+    """``exported``, where there is one, with the final norm's weight: other tools export the matrix alone."""
+    if exported is None:
+        return recovered
+    return exported if exported.gamma is not None else dataclasses.replace(exported, gamma=recovered.gamma)

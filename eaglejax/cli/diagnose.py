@@ -79,7 +79,7 @@ class Diagnose:
 def _texts_of(path: str, limit: int) -> tuple[str, ...]:
     """The prompts of a file: conversations by their last text, turns by their first."""
     found = []
-    for row in read_prompts(path)[:limit]:
+    for row in read_prompts(path, limit=limit):
         if isinstance(row, BadRow):
             raise ConfigError(f"{path}, row {row.id}: {row.error}")
         asked = row.request([], chat=False)

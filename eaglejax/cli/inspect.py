@@ -1,5 +1,5 @@
 """``eaglejax inspect``: what an EAGLE checkpoint was understood to be, and which target it fits; or how a
-target's folder is quantised."""
+target's folder is quantised and rotated."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from eaglejax.checkpoint.eagle import draft_folder, draft_plan
 from eaglejax.checkpoint.eagle_read import AuxConvention, DraftFile, read_draft
 from eaglejax.checkpoint.gguf import config_from_metadata
 from eaglejax.checkpoint.gguf_reader import GGUFFile
-from eaglejax.checkpoint.hf import quantized_form, read_config
-from eaglejax.checkpoint.quant_summary import summary
+from eaglejax.checkpoint.hf import read_config
+from eaglejax.checkpoint.quant_summary import holds_target, summary
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.cli import show
 from eaglejax.errors import ConfigError, EaglejaxError
@@ -27,10 +27,10 @@ from eaglejax.models.config import ModelConfig, from_hf
 @dataclasses.dataclass(frozen=True)
 class Inspect:
     """Say what a draft checkpoint is: method, shapes, flags, vocabulary map, feature layers, what it
-    borrows. Of a quantised target: layout, schemes, basis, cache."""
+    borrows. Of a target: layout, schemes, basis, cache, bytes."""
 
     draft: Annotated[str, tyro.conf.Positional]
-    """Folder or Hub id of the draft, or of a quantised target."""
+    """Folder or Hub id of the draft, or of a target."""
     target: str | None = None
     """Check the fit with this target (its configuration alone is read)."""
     aux_convention: AuxConvention = "auto"
@@ -43,8 +43,8 @@ class Inspect:
 
     def run(self) -> int:
         """The command. Exit status 1 when a target is named and the draft does not fit it."""
-        if not is_eagle(self.draft) and quantized_form(draft_folder(self.draft)) is not None:
-            return self._quantized(draft_folder(self.draft))
+        if not is_eagle(self.draft) and holds_target(draft_folder(self.draft)):
+            return self._target(draft_folder(self.draft))
         file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention, aux=self.aux)
         draft_plan(file, jnp.float32)
         report = describe(file, None if self.target is None else target_config(self.target))
@@ -54,14 +54,14 @@ class Inspect:
             _print(report)
         return 0 if report["target"] is None or report["target"]["fits"] else 1
 
-    def _quantized(self, folder: Path) -> int:
+    def _target(self, folder: Path) -> int:
         if self.target is not None or self.aux is not None:
-            raise ConfigError(f"{folder} holds a quantised target; --target and --aux are for drafts")
+            raise ConfigError(f"{folder} holds a target; --target and --aux are for drafts")
         report = {"path": str(folder), **summary(folder)}
         if self.json:
             show.print_json(report)
         else:
-            _print_quantized(report)
+            _print_target(report)
         return 0
 
 
@@ -118,11 +118,10 @@ def _mlp(config: dict[str, Any]) -> str:
     )
 
 
-def _print_quantized(report: dict[str, Any]) -> None:
+def _print_target(report: dict[str, Any]) -> None:
     table = rich.table.Table(show_header=False, title=report["path"], title_justify="left")
-    table.add_row(
-        "quantised", f"{report['family']} in the {report['form']} form, {report['bytes'] / 1e6:.1f} MB"
-    )
+    form = "not quantised" if report["form"] == "plain" else f"in the {report['form']} form"
+    table.add_row("model", f"{report['family']}, {form}, {report['bytes'] / 1e6:.1f} MB")
     for scheme, count in report["schemes"].items():
         where = [f"{kind} ({n[scheme]})" for kind, n in report["kinds"].items() if scheme in n]
         table.add_row(scheme, f"{count} matrices: {', '.join(where)}")

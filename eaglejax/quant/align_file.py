@@ -30,6 +30,7 @@ from eaglejax.quant.align import (
     original_head,
 )
 from eaglejax.quant.basis import Basis
+from eaglejax.quant.detect import check_rotation
 from eaglejax.quant.online import plain
 
 
@@ -49,7 +50,8 @@ def align_file(
     """Align the draft in ``file`` to the rotated ``target``, whose basis is ``basis``.
 
     ``original``: the model before the rotation; borrowed parts are then taken from it instead of being turned
-    back. Raises ConfigError for a draft that is aligned already and MismatchError for one of another model.
+    back. Raises ConfigError for a draft that is aligned already and MismatchError for one of another model,
+    an original of another and a basis that is not the target's (``detect.check_rotation``).
     """
     check_alignable(file.config, basis)
     if original is not None and original.basis is not None:
@@ -58,6 +60,11 @@ def align_file(
         )
     config = file.config.fit(target.config)
     weights: Weights = dict(read_weights(file, jnp.float32))
+    if original is not None:
+        embed = original.params["embed"]
+        check_rotation(embed, target, basis, whose=f"the embedding of {original.name}", sure=True)
+    if "embed" in weights:
+        check_rotation(weights["embed"], target, basis, whose="the draft's embedding")
     changes: dict[str, Any] = {"basis": basis.id}
     notes = []
     if config.version == 1:

@@ -19,10 +19,11 @@ import numpy as np
 from eaglejax.checkpoint.files import read_json
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile, write_safetensors
 from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.models.target import Target
 
 FILE = "optional/quarot.safetensors"
 """Where a target's folder keeps its basis; modelslim's place and key, which its description names too."""
+UNKNOWN_ROTATION = "unknown rotation"
+"""The basis of a target that is said to be rotated and comes without its matrix."""
 MATRIX, GAMMA = "global_rotation", "final_norm"
 DESCRIPTION = "quant_model_description.json"
 
@@ -123,9 +124,10 @@ def find_basis(folder: Path) -> Path | None:
     description: Mapping[str, Any] = read_json(folder / DESCRIPTION, default={})
     optional = description.get("optional")
     quarot = optional.get("quarot") if isinstance(optional, Mapping) else None
-    named = (quarot.get("rotation_map") or {}).get(MATRIX) if isinstance(quarot, Mapping) else None
+    listed = quarot.get("rotation_map") if isinstance(quarot, Mapping) else None
+    named = listed.get(MATRIX) if isinstance(listed, Mapping) else None
     if named is not None:
-        path = (folder / named).resolve()
+        path = (folder / str(named)).resolve()
         if not path.is_relative_to(folder.resolve()) or not path.is_file():
             raise CheckpointError(
                 f"{folder / DESCRIPTION} names the rotation {named!r}, which is not in the folder"
@@ -133,14 +135,3 @@ def find_basis(folder: Path) -> Path | None:
         return path
     path = folder / FILE
     return path if path.is_file() else None
-
-
-def basis_of(target: Target) -> Basis | None:
-    """The basis of a target with its matrix: what it carries, else what its folder holds; None where neither
-    has one."""
-    if target.rotation is not None:
-        return target.rotation
-    if target.source is None or target.source.kind != "folder":
-        return None
-    path = find_basis(target.source.path)
-    return None if path is None else read_basis(path)

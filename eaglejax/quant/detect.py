@@ -17,7 +17,7 @@ from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.errors import MismatchError
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import PackedWeight, embedding
-from eaglejax.quant.basis import Basis, basis_of
+from eaglejax.quant.basis import Basis
 
 ROWS = 384
 """Embedding rows that are compared."""
@@ -52,15 +52,17 @@ class Tables:
         )
 
 
-def compare_tables(draft: Any, target: Any) -> Tables | None:
-    """How the embeddings [V, H] of a draft and of a target relate; None for other shapes, which cannot be
-    compared. Tables that differ by a factor alone count as the same."""
+def compare_tables(draft: Any, target: Any, turn: np.ndarray | None = None) -> Tables | None:
+    """How the embeddings [V, H] of a draft, perhaps times a rotation ``turn`` [H, H], and of a target relate;
+    None for other shapes, which cannot be compared. Tables that differ by a factor alone count as the
+    same."""
     if draft.shape != target.shape:
         return None
     vocab = draft.shape[0]
     # The angles between a few hundred rows are proof enough; more would cost time alone.
     ids = np.unique(np.linspace(0, vocab - 1, min(vocab, ROWS)).astype(np.int32))
     a, b = (table_rows(table, ids) for table in (draft, target))
+    a = a if turn is None else a @ turn
     size_a, size_b = np.linalg.norm(a), np.linalg.norm(b)
     if not (np.isfinite(size_a) and np.isfinite(size_b)) or min(size_a, size_b) == 0:
         return None
@@ -84,6 +86,27 @@ def table_rows(table: Any, ids: np.ndarray) -> np.ndarray:
     return np.asarray(picked).astype(np.float64)
 
 
+def check_rotation(original: Any, target: Target, basis: Basis, *, whose: str, sure: bool = False) -> None:
+    """Refuse a ``basis`` that does not take the embedding ``original`` [V, H] to that of the rotated
+    ``target``: the transpose, say, or the matrix of another rotation.
+
+    A table with other angles than the target's proves nothing, as a draft may have trained its own; with
+    ``sure``, for that of the original model, it is refused as well. ``whose`` names it. Raises MismatchError.
+    """
+    found = compare_tables(original, target.params["embed"], basis.matrix.astype(np.float64))
+    if found is not None and found.relation == "rotated":
+        raise MismatchError(
+            f"the rotation {basis.id} of {target.name} does not take {whose} to the target's: turned by it, "
+            f"{found}. It is the matrix of another rotation, or its transpose; export it anew, or recover it "
+            "with --method procrustes"
+        )
+    if sure and (found is None or found.relation != "same"):
+        raise MismatchError(
+            f"{whose} is not what {target.name} was rotated from"
+            + (f": turned by its rotation, {found}" if found is not None else ": it has another shape")
+        )
+
+
 def fits_any_folding(config: EagleConfig, basis: Basis | None) -> bool:
     """Whether folding the norms, without a turn, changes nothing for a draft: it reads boundaries, which lie
     before any norm, and has a head of its own."""
@@ -104,12 +127,12 @@ def check_basis(
         if found is not None and found.relation == "rotated":
             raise MismatchError(
                 f"{target.name} seems to be rotated without saying so, and {draft} to be made for the "
-                f"original: {found}. {_mend(draft, target, basis_of(target))}"
+                f"original: {found}. {_mend(draft, target, None)}"
             )
         return
     if config.basis == target.basis:
         return
-    basis = basis_of(target)
+    basis = target.rotation
     if config.basis is None:
         if fits_any_folding(config, basis):
             return

@@ -27,8 +27,7 @@ from eaglejax.drafts.eagle_model import EagleParams
 from eaglejax.drafts.features import FeatureAdapter
 from eaglejax.models.target import Target
 from eaglejax.quant.align import align_params
-from eaglejax.quant.basis import basis_of
-from eaglejax.quant.detect import compare_tables
+from eaglejax.quant.detect import compare_tables, fits_any_folding
 from eaglejax.quant.measure import Acceptance, Features, Texts, acceptance, guesses
 
 Verdict = Literal["pass", "fail", "unknown"]
@@ -192,7 +191,7 @@ def aux_layers(pair: Pair) -> Finding:
 def basis(pair: Pair) -> Finding:
     """Is the draft in the target's basis? By ids, by geometry, and by turning it."""
     target, config, params = pair.target, pair.config, pair.params
-    matrix = basis_of(target)
+    matrix = target.rotation
     ids = f"the target's basis is {target.basis}, the draft's {config.basis}"
     tables = compare_tables(params.weights["embed"], target.params["embed"]) if config.own_embedding else None
     command = f"eaglejax align --draft {pair.file.path} --target {target.name} --out {pair.file.path}-aligned"
@@ -209,7 +208,7 @@ def basis(pair: Pair) -> Finding:
     found = pair.judge("basis", tried, f"`{command}`" if command.startswith("eagle") else command, ids)
     if found.verdict == "fail":
         return found
-    if config.basis != target.basis and not pair.healthy:
+    if config.basis != target.basis and not fits_any_folding(config, matrix) and not pair.healthy:
         return Finding("basis", "fail", ids, f"`{command}`")
     if pair.healthy or (tables is not None and tables.relation == "same"):
         return Finding("basis", "pass", ids if tables is None else f"{ids}; {tables}")

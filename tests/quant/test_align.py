@@ -194,6 +194,45 @@ def test_what_cannot_be_turned_back_is_refused(tmp_path):
         align_file(read_draft(tmp_path / "d"), rotated(), rotated().rotation, original=rotated())
 
 
+@functools.cache
+def wrongly_exported() -> Target:
+    """Rotated, with the transpose of its matrix beside it."""
+    right = rotated().rotation
+    basis = Basis(right.matrix.T.copy(), right.gamma)
+    return dataclasses.replace(rotated(), basis=basis.id, rotation=basis)
+
+
+def test_a_matrix_that_is_not_the_targets_rotation_is_refused(tmp_path):
+    """As far as an embedding shows it: the draft's own, or the original model's."""
+    own = draft_config(original().config, aux=(0, 1, 3), own_embedding=True)
+    borrows = draft_config(original().config, aux=(0, 1, 3))
+    for name, config in {"own": own, "borrows": borrows}.items():
+        weights = make(config, seed=4).weights
+        weights |= {"embed": original().params["embed"]} if config.own_embedding else {}
+        write_draft(tmp_path / name, config, tensors_of_weights(config, weights), None, to="eaglejax")
+    target, file = wrongly_exported(), read_draft(tmp_path / "own")
+    refused = pytest.raises(MismatchError, match="another rotation, or its transpose")
+    with refused:
+        load_draft(tmp_path / "own", target, align=True)
+    with refused:
+        align_file(file, target, target.rotation)
+    borrower = read_draft(tmp_path / "borrows")
+    with refused:
+        align_file(borrower, target, target.rotation, original=original())
+    align_file(file, rotated(), rotated().rotation)
+    other = make_target(target_config(num_layers=3), seed=9)
+    with pytest.raises(MismatchError, match="is not what random llama was rotated from"):
+        align_file(borrower, rotated(), rotated().rotation, original=other)
+    # Trained away from the target's, an embedding says nothing either way.
+    align_file(read_draft(_with_other_embedding(tmp_path / "trained", own)), target, target.rotation)
+
+
+def _with_other_embedding(at, config):
+    weights = make(config, seed=4).weights
+    write_draft(at, config, tensors_of_weights(config, weights), None, to="eaglejax")
+    return at
+
+
 def test_a_description_names_the_exported_rotation(tmp_path):
     assert find_basis(tmp_path) is None
     path = write_basis(tmp_path, rotated().rotation)
@@ -204,6 +243,10 @@ def test_a_description_names_the_exported_rotation(tmp_path):
         find_basis(tmp_path)
     path.rename(tmp_path / "elsewhere.safetensors")
     assert find_basis(tmp_path) == tmp_path / "elsewhere.safetensors"
+    named["optional"]["quarot"]["rotation_map"]["global_rotation"] = 5
+    (tmp_path / "quant_model_description.json").write_text(json.dumps(named))
+    with pytest.raises(CheckpointError, match="names the rotation 5"):
+        find_basis(tmp_path)
 
 
 # Proposers to come, on the algebra alone: f64, random norms, no model.

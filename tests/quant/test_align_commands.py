@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,8 @@ from eaglejax.checkpoint.eagle_read import read_draft
 from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.checkpoint.quant_write import write_quantized
 from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.errors import MismatchError
+from eaglejax.quant.basis import write_basis
 from eaglejax.quant.rotate import Rotation, rotate_target
 
 
@@ -106,6 +110,42 @@ def test_without_an_export_the_rotation_is_recovered_from_the_original(run, fold
     assert "rotated without saying so" in err
     status, _, err = generate(run, folders["silent"], tmp_path / "out")
     assert status == 0, err
+
+
+def test_a_fitted_rotation_gives_way_to_the_exported_one(run, folders, tmp_path):
+    """Both align alike, but only the exported matrix has the id that the target goes by."""
+    status, out, err = run(
+        *("align", "--draft", folders["draft"], "--target", folders["rotated"], "--out", tmp_path / "out"),
+        *("--method", "procrustes", "--original-target", folders["original"], "--json"),
+    )
+    assert status == 0, err
+    target = ej.load_target(folders["rotated"], dtype="float32")
+    assert json.loads(out)["basis"] == target.basis
+    assert json.loads(out)["error"] < 1e-5
+    assert ej.load_draft(tmp_path / "out", target).proposer.config.basis == target.basis
+
+
+def test_a_folder_of_plain_weights_says_that_it_is_rotated_by_the_matrix_in_it(folders, tmp_path):
+    """As a tool leaves it that rotates and does not quantise."""
+    turned = ej.load_target(folders["rotated"], dtype="float32")
+    at = Path(shutil.copytree(folders["original"], tmp_path / "plain"))
+    tensors = load_file(at / "model.safetensors")
+    table = np.asarray(turned.params["embed"])
+    save_file(tensors | {"model.embed_tokens.weight": table}, at / "model.safetensors")
+    write_basis(at, turned.rotation)
+    target = ej.load_target(at, dtype="float32")
+    assert (target.quantization, target.basis) == (None, turned.basis)
+    with pytest.raises(MismatchError, match="is rotated"):
+        ej.load_draft(folders["draft"], target)
+    bound = ej.load_draft(folders["draft"], target, align=True)
+    assert ej.generate(target, [1, 2, 3], proposer=bound, max_new_tokens=2).token_ids
+
+
+def test_a_limit_of_no_prompts_is_refused(run, folders, rows):
+    asked = ("diagnose", "--target", folders["original"], "--draft", folders["draft"], "--prompts", rows)
+    status, _, err = run(*asked, "--limit", 0)
+    assert status == 2
+    assert "limit is 0" in err
 
 
 @pytest.fixture(scope="module")

@@ -131,6 +131,22 @@ def test_a_planted_fault_is_found_by_its_own_test(test, plant, tmp_path):
     assert report.faults[0].remedy
 
 
+def test_norms_folded_without_a_turn_are_no_fault_of_a_weak_draft(tmp_path):
+    """The draft reads boundaries and has a head of its own, so that folding concerns it in nothing."""
+    folded = rotate_target(tiny_pair.target(), Rotation("identity", H))
+    file = read_draft(folder(tmp_path / "draft", head=lambda head: head * 0))
+    pair = Pair(folded, file, {"plain": tiny_pair.written()})
+    assert not pair.healthy
+    assert tests.basis(pair).verdict != "fail"
+    assert tests.basis(as_of(pair, rotated())).verdict == "fail"
+
+
+def as_of(pair, target):
+    """The same measurements, as of another target."""
+    pair.target = target
+    return pair
+
+
 def test_a_rotation_is_mended_by_the_command_that_is_named(tmp_path):
     target, file = plant_rotation(tmp_path / "draft")
     found = diagnose(target, file, {"plain": tiny_pair.written()}).faults[0]

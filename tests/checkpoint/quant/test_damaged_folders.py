@@ -282,16 +282,16 @@ def weight(path, **settings):
     return config(lambda c: c["eaglejax"]["weights"][path].update(settings))
 
 
-def rehashed(step):
-    """A change of tensors that the hashes of the folder agree with."""
+def hashed(pattern):
+    """The hashes of the files that match, and of no others."""
     from eaglejax.checkpoint.quant_own import file_hash
 
-    def run(folder):
-        step(folder)
-        names = [path.name for path in folder.glob("*.safetensors")]
-        marker(files={name: file_hash(folder / name) for name in names})(folder)
+    return lambda folder: marker(files={path.name: file_hash(path) for path in folder.glob(pattern)})(folder)
 
-    return run
+
+def rehashed(step):
+    """A change of tensors that the hashes of the folder agree with."""
+    return both(step, hashed("*.safetensors"))
 
 
 QUANT = "layers.0.q"
@@ -342,6 +342,13 @@ OWN = {
         r"cache\.k\.1 has shape \(2, 7\)",
     ),
     "cache format": ("w8a8", marker(cache="int3"), "cache is 'int3'"),
+    "cache of a seed alone": ("w8a8", marker(cache={"seed": 3}), r"cache is \{'seed': 3\}"),
+    "seed of a cache without a rotation": (
+        "w8a8",
+        marker(cache={"format": "int8", "seed": 3}),
+        "draws no rotation",
+    ),
+    "a file without a hash": ("w8a8", hashed("*.index.json"), "files leaves out model-00001"),
     "flag of the model": ("w8a8", marker(model={"fast": True}), "it can set qk_rotation"),
     "another basis": ("w8a8", marker(basis="0" * 32), "says basis '0000"),
     "rotation missing": ("w8a8", remove("optional/quarot.safetensors"), "holds no rotation"),

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +14,12 @@ from safetensors.numpy import load_file
 from eaglejax.checkpoint.hf import load_folder, quantized_form
 from eaglejax.checkpoint.quant_compressed import pack_words, unpack_words
 from eaglejax.checkpoint.quant_modelslim import pack_channels, unpack_channels
-from eaglejax.checkpoint.quant_read import UNKNOWN_ROTATION, load_quantized
+from eaglejax.checkpoint.quant_read import load_quantized
 from eaglejax.checkpoint.quant_summary import summary
 from eaglejax.checkpoint.quant_write import write_quantized
 from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.nn.kv_format import KVFormat, kv_format
+from eaglejax.quant.basis import UNKNOWN_ROTATION
 
 FORMS = ("eaglejax", "modelslim", "compressed-tensors")
 
@@ -109,6 +112,10 @@ def test_a_rotation_that_was_not_exported_is_still_known_of(form, tmp_path):
     assert (summary(folder)["basis"], summary(folder)["rotation"]) == (UNKNOWN_ROTATION, None)
     with pytest.raises(ConfigError, match="rotation whose matrix is not known"):
         write(target, tmp_path / "no", "compressed-tensors")
+    for form in FORMS:
+        lost = dataclasses.replace(target, basis="0" * 32)
+        with pytest.raises(ConfigError, match=r"is in basis 000.*matrix would have to lie beside it"):
+            write(lost, tmp_path / "no", form)
 
 
 @pytest.mark.parametrize("form", FORMS[:2])
@@ -140,6 +147,64 @@ def test_our_own_form_holds_whatever_a_target_does(tmp_path):
     for form in FORMS[1:]:
         with pytest.raises(ConfigError, match=r"R4.*R3.*smooth.*cache format.*--format eaglejax"):
             write(target, tmp_path / form, form)
+
+
+def test_a_cache_format_keeps_its_seed(tmp_path):
+    for n, asked in enumerate((KVFormat("turbo4", seed=3), KVFormat("turbo4"), "rotor3")):
+        target = dataclasses.replace(tiny.make_target("qwen2"), cache_format=asked)
+        folder = write(target, tmp_path / str(n), "eaglejax")
+        found = load_quantized(folder, target.dtype).cache_format
+        assert kv_format(found) == kv_format(asked)
+        assert summary(folder)["cache"] == ("turbo4, seed 3" if n == 0 else kv_format(asked).name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cache_scales_and_the_format_that_asks_for_them_go_together(form, tmp_path):
+    target = tiny.make_target("qwen2")
+    scales = tiny.cache_scales(target.config)
+    for asked in (None, "int8"):
+        with pytest.raises(ConfigError, match="has scales of an int8-static cache, but asks for"):
+            write(dataclasses.replace(target, cache_format=asked, cache_scales=scales), tmp_path / "no", form)
+    with pytest.raises(ConfigError, match="asks for an int8-static cache without scales"):
+        write(dataclasses.replace(target, cache_format="int8-static"), tmp_path / "no", form)
+    if form == "modelslim":
+        both = dataclasses.replace(target, cache_format=KVFormat("int8-static"), cache_scales=scales)
+        assert load_quantized(write(both, tmp_path / "out", form), target.dtype).cache_format == "int8-static"
+
+
+def test_one_group_size_is_all_that_a_description_tells(tmp_path):
+    """Of 32 input rows one group has the tensors of none, and two sizes have one entry."""
+    cases = {
+        "groups of several sizes": {"q": tiny.How(group=32), "down": tiny.How(group=16)},
+        "as wide as a group of others": {"q": tiny.How(), "gate": tiny.How(group=32)},
+    }
+    for message, schemes in cases.items():
+        choose = {f"layers.{i}.{name}": how for i in range(2) for name, how in schemes.items()}.get
+        target = tiny.make_target("llama", scheme_of=choose)
+        with pytest.raises(ConfigError, match=message):
+            write(target, tmp_path / "no", "modelslim")
+        for form in ("eaglejax", "compressed-tensors"):
+            found = load_quantized(write(target, tmp_path / f"{form}{message}", form), target.dtype)
+            tiny.assert_same(found.params, target.params)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_untied_inside_a_multimodal_config_stays_untied(form, tmp_path):
+    """Rotation unties; the language model's own entry must not tie it again."""
+    tied = tiny.make_target("gemma3_text")
+    head = jnp.asarray(np.random.default_rng(0).normal(size=(32, 40)), jnp.float32)
+    target = dataclasses.replace(
+        tied,
+        config=dataclasses.replace(tied.config, tie_embeddings=False),
+        params=tied.params | {"head": head},
+    )
+    raw = {"model_type": "gemma3", "text_config": tiny.raw_config("gemma3_text")}
+    assert raw["text_config"]["tie_word_embeddings"]
+    write_quantized(target, tmp_path / "out", form=form, config=raw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = load_quantized(tmp_path / "out", target.dtype)
+    tiny.assert_same(found.params, target.params)
 
 
 def test_plain_weights_take_the_dtype_asked_for(tmp_path):
