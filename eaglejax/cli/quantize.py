@@ -47,8 +47,8 @@ PROBE = (
 )
 """The text on which layers are compared where no calibration prompts are given."""
 
-LONGEST = 512
-"""Tokens of a prompt that are used."""
+LONGEST, SAMPLES = 512, 64
+"""Tokens of a calibration prompt that are used, and prompts of a file where no number is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +70,16 @@ class Quantize:
     """Order of the blocks of --rotate block."""
     online_rot: bool = False
     """Turn queries, keys and the input of down projections too, as the model runs (R3, R4)."""
-    seed: int = 0
-    """Seed of the rotation."""
+    seed: Annotated[int | None, tyro.conf.arg(aliases=["--rot-seed"])] = None
+    """Seed of the rotation. Default: 0."""
     group_size: int | None = None
     """Input channels that share a weight scale. Default: one scale an output channel."""
     exclude: tuple[str, ...] = ()
     """Globs of parameter paths that stay as they are, beside embed, head, routers and MTP layers."""
     calib_prompts: Annotated[str | None, tyro.conf.arg(aliases=["--calib-dataset"])] = None
     """A prompt file, for static activation scales, smoothing and cache scales."""
-    calib_samples: int = 64
-    """Most prompts that are used of it."""
+    calib_samples: int | None = None
+    """Most prompts that are used of it. Default: 64."""
     search: Annotated[Literal["minmax", "mse"], tyro.conf.arg(aliases=["--weight-method"])] = "minmax"
     """How weight scales are found: by the largest weight, or by least squared error."""
     smooth: float | None = None
@@ -106,6 +106,8 @@ class Quantize:
             check_output(self.output_path, overwrite=self.overwrite)
         with show.status(f"loading {self.model_path}"):
             source = ej.load_target(self.model_path, dtype=self.dtype)
+            # How keys and values are held is this command's to say, and scales belong to the weights as read.
+            source = dataclasses.replace(source, cache_format=None, cache_scales=None)
         prompts = self._prompts(source)
         original = source.nbytes
         if rotation is not None or self.online_rot:
@@ -162,8 +164,18 @@ class Quantize:
         if calibrated and self.calib_prompts is None:
             what = "cache scales" if not plan.needs_statistics else f"{plan.label}"
             raise ConfigError(f"{what} must be calibrated; name a prompt file with --calib-prompts")
-        if self.calib_samples < 1:
+        if self.calib_samples is not None and self.calib_prompts is None:
+            raise ConfigError("--calib-samples counts prompts of --calib-prompts; name that file")
+        if self.calib_samples is not None and self.calib_samples < 1:
             raise ConfigError(f"--calib-samples is {self.calib_samples}; it must be 1 or more")
+        places = {
+            "eaglejax": tuple(CACHES.values()),
+            "modelslim": (None, "int8"),
+            "compressed-tensors": (None,),
+        }
+        if cache not in places[self.format] or (self.online_rot and self.format != "eaglejax"):
+            what = "online rotations (R3, R4)" if self.online_rot else f"an {cache} cache"
+            raise ConfigError(f"the {self.format} form has no place for {what}; use --format eaglejax")
         return plan, cache
 
     def _rotation_kind(self) -> Turn | None:
@@ -172,11 +184,13 @@ class Quantize:
         kind = self.rotate or ("hadamard" if self.use_rot else None)
         if (kind == "block") != (self.rot_block_size is not None):
             raise ConfigError("--rot-block-size goes with --rotate block, which needs it")
+        if kind is None and self.seed is not None:
+            raise ConfigError("--seed draws the rotation, and none is asked for; see --rotate")
         return kind
 
     def _rotated(self, target: ej.Target, kind: Turn | None) -> ej.Target:
         size = target.config.hidden_size
-        rotation = None if kind is None else Rotation(kind, size, self.seed, self.rot_block_size)
+        rotation = None if kind is None else Rotation(kind, size, self.seed or 0, self.rot_block_size)
         return rotate_target(target, rotation, r3=self.online_rot, r4=self.online_rot)
 
     def _prompts(self, target: ej.Target) -> list[list[int]]:
@@ -184,7 +198,9 @@ class Quantize:
         most = min(LONGEST, target.context)
         if self.calib_prompts is None:
             return [target.need_tokenizer().encode(PROBE)[:most]]
-        rows = read_prompts(self.calib_prompts, limit=self.calib_samples)
+        rows = read_prompts(
+            self.calib_prompts, limit=SAMPLES if self.calib_samples is None else self.calib_samples
+        )
         bad = [row.error for row in rows if isinstance(row, BadRow)]
         if bad:
             raise ConfigError(f"{len(bad)} calibration prompts cannot be read: {bad[0]}")

@@ -19,12 +19,10 @@ from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import embedding, grouped_linear, linear
+from eaglejax.quant.schemes import INNER
 
 FLOAT = ("post_rotation",)
 """Matrices of the parameter table that are no learnt weight: a rounded rotation would be none."""
-
-INNER = ".inner"
-"""End of the path of a weight that stands inside a wrapper, one that transforms its input first."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,13 +116,18 @@ def rotate_target(
     projection online. Products are taken in f64 and rounded once, to the weights' dtype. A tied head is
     untied. ``Target.basis`` and ``Target.rotation`` say what was done, which drafts need to know.
 
-    Raises ConfigError for a target that is rotated already or quantised (rotate first), a matrix that is no
-    rotation or does not fit, and sizes without a Hadamard matrix.
+    Raises ConfigError for a target that is rotated already, quantised (rotate first) or with a calibrated
+    cache, a matrix that is no rotation or does not fit, and sizes without a Hadamard matrix.
     """
     config, params = target.config, target.params
-    if target.basis is not None or config.qk_rotation:
+    turned = any(isinstance(weight, HadamardInput) for weight in map(_down_of, params["layers"]))
+    if target.basis is not None or config.qk_rotation or turned:
+        what = f"basis {target.basis}" if target.basis else "R4" if turned else "R3"
+        raise ConfigError(f"{target.name} is rotated already ({what}); rotate the original model")
+    if target.cache_scales is not None:
         raise ConfigError(
-            f"{target.name} is rotated already (basis {target.basis}); rotate the original model"
+            f"{target.name} has scales of an int8-static cache, found on keys and values as they are; leave "
+            "them out, rotate, then calibrate again"
         )
     if target.quantization is not None:
         raise ConfigError(f"{target.name} is quantised ({target.quantization}): rotate first, then quantise")
@@ -248,12 +253,15 @@ def _head_rotation(size: int) -> np.ndarray:
         return Rotation("random", size).matrix()
 
 
+def _down_of(layer: Any) -> Any:
+    """The down projection of a layer, or of its experts."""
+    return layer.get("experts", layer)["down"]
+
+
 def _down(layer: Any) -> Any:
     """R4 of one layer."""
-    if "experts" in layer:
-        experts = layer["experts"]
-        return layer | {"experts": experts | {"down": _turned(experts["down"])}}
-    return layer | {"down": _turned(layer["down"])}
+    turned = {"down": _turned(_down_of(layer))}
+    return layer | ({"experts": layer["experts"] | turned} if "experts" in layer else turned)
 
 
 def _turned(weight: jax.Array) -> HadamardInput:

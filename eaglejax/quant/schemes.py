@@ -83,6 +83,9 @@ def get_scheme(name: str, group_size: int | None = None, *, asymmetric: bool = F
     return dataclasses.replace(SCHEMES[name], group_size=group_size, asymmetric=asymmetric)
 
 
+INNER = ".inner"
+"""End of the path of a weight that stands inside a wrapper, one that transforms its input first."""
+
 DEFAULT_EXCLUDE = ("embed", "head", "*.router", "mtp", "mtp.*", "*.mtp.*")
 """Parameter paths that stay float unless a plan says otherwise: tables that are read by row, the head, whose
 errors reach the logits undamped, routers, whose errors change which experts speak, and multi-token-prediction
@@ -109,12 +112,14 @@ class Plan:
     keep: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.exclude, str) or not all(isinstance(glob, str) for glob in self.exclude):
+        if not isinstance(self.exclude, tuple) or not all(isinstance(glob, str) for glob in self.exclude):
             raise ConfigError(f"exclude is {self.exclude!r}; give a tuple of globs")
         if self.search not in ("minmax", "mse"):
             raise ConfigError(f"search is {self.search!r}; it is 'minmax' or 'mse'")
         if self.smooth is not None and not 0 <= self.smooth <= 1:
             raise ConfigError(f"smooth is {self.smooth!r}; it is a strength of 0 to 1, or None")
+        if not isinstance(self.overrides, tuple):
+            raise ConfigError(f"overrides is {self.overrides!r}; give a tuple of pairs")
         for entry in self.overrides:
             if len(entry) != 2 or not isinstance(entry[0], str) or not isinstance(entry[1], Scheme):
                 raise ConfigError(f"overrides holds {entry!r}; give pairs of a glob and a Scheme")
@@ -140,7 +145,7 @@ class Plan:
         """The scheme of the parameter at ``path``, None when it stays float."""
         if matches(path, self.exclude):
             return None
-        return next((s for glob, s in self.overrides if fnmatch.fnmatchcase(path, glob)), self.scheme)
+        return next((s for glob, s in self.overrides if matches(path, (glob,))), self.scheme)
 
     def check_globs(self, paths: Iterable[str]) -> None:
         """Refuse globs of the user's that no path of the model matches: they would change nothing.
@@ -150,17 +155,18 @@ class Plan:
         known = list(paths)
         given = [glob for glob in self.exclude if glob not in DEFAULT_EXCLUDE]
         given += [glob for glob, _ in self.overrides]
-        idle = [glob for glob in given if not fnmatch.filter(known, glob)]
+        idle = [glob for glob in given if not any(matches(path, (glob,)) for path in known)]
         if idle:
             raise ConfigError(
                 f"no weight of the model matches {', '.join(map(repr, idle))}; its weights have paths such "
-                f"as {', '.join(known[:4])}"
+                f"as {', '.join(path.removesuffix(INNER) for path in known[:4])}"
             )
 
 
 def matches(path: str, globs: Iterable[str]) -> bool:
-    """Whether one of the globs matches; ``*`` crosses dots, and case counts."""
-    return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+    """Whether one of the globs matches; ``*`` crosses dots, and case counts. A weight inside a wrapper goes
+    by the path of the wrapper: ``*.down`` means it whether or not its input is turned."""
+    return any(fnmatch.fnmatchcase(path.removesuffix(INNER), glob) for glob in globs)
 
 
 KEEP = {"keep": "w8a16", "keep-a8": "w8a8"}

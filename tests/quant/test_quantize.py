@@ -30,6 +30,7 @@ from eaglejax.quant import (
     quantize_array,
     quantize_target,
 )
+from eaglejax.quant.rotate import rotate_target
 
 TOKENS = np.random.default_rng(7).integers(0, 32, (1, 20))
 W8A8, W4A8, W8A16 = get_scheme("w8a8"), get_scheme("w4a8"), get_scheme("w8a16")
@@ -67,6 +68,16 @@ def test_a_plan_says_which_weights() -> None:
     assert found.params["embed"].transposed
     assert found.params["layers"][1]["o"] is tiny_target().params["layers"][1]["o"]
     assert (found.quantization, tiny_target().quantization) == ("w8a8+mixed", None)
+
+
+def test_a_weight_behind_an_online_turn_goes_by_its_own_path() -> None:
+    turned = rotate_target(tiny_target(), None, r4=True)
+    found = quantize_target(turned, Plan(W8A8, exclude=("layers.0.down",), overrides=(("*.down", W4A8),)))
+    first, second = (layer["down"].inner for layer in found.params["layers"])
+    assert isinstance(first, jax.Array)
+    assert second.bits == 4
+    with pytest.raises(ConfigError, match=r"paths such as embed, head, layers.0.down, layers.0.gate"):
+        quantize_target(turned, Plan(W8A8, exclude=("*.down.inner",)))
 
 
 def test_a_looked_up_table_takes_no_activations() -> None:
@@ -156,6 +167,8 @@ def test_plans_that_cannot_be_are_refused() -> None:
         "quant 'w3a3' is not known": lambda: quantize_target(target, "w3a3"),
         "quant is 8": lambda: as_plan(8),
         "exclude is 'head'": lambda: Plan(W8A8, exclude="head"),  # type: ignore[arg-type]
+        r"exclude is \['head'\]": lambda: Plan(W8A8, exclude=["head"]),  # type: ignore[arg-type]
+        "give a tuple of pairs": lambda: Plan(W8A8, overrides=[("*", W8A8)]),  # type: ignore[arg-type]
         "search is 'best'": lambda: Plan(W8A8, search="best"),  # type: ignore[arg-type]
         "smooth is 2": lambda: Plan(W8A8, smooth=2.0),
         "pairs of a glob and a Scheme": lambda: Plan(W8A8, overrides=(("*", "w8a8"),)),  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import pytest
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
+from eaglejax.nn.cache import CacheScales
 from eaglejax.quant.basis import read_basis, write_basis
 from eaglejax.quant.online import HadamardInput
 from eaglejax.quant.rotate import Rotation, product, rotate_target
@@ -142,6 +143,28 @@ def test_what_cannot_be_rotated_is_refused():
         rotate_target(
             dataclasses.replace(plain, config=dataclasses.replace(plain.config, head_dim=14)), None, r3=True
         )
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [({"r3": True}, "R3"), ({"r4": True}, "R4")],
+    ids=["queries-and-keys", "down"],
+)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_an_online_rotation_counts_as_one(name, first, said):
+    turned = rotate_target(target(name), None, **first)
+    for rotation in (None, Rotation("random", H)):
+        with pytest.raises(ConfigError, match=rf"is rotated already \({said}\)"):
+            rotate_target(turned, rotation, r4=True)
+
+
+def test_calibrated_scales_of_a_cache_do_not_outlive_a_rotation():
+    plain = target("qwen3")
+    shape = (plain.config.num_kv_heads, plain.config.head_dim)
+    side = (jnp.ones(shape),) * plain.config.num_layers
+    static = dataclasses.replace(plain, cache_format="int8-static", cache_scales=CacheScales(k=side, v=side))
+    with pytest.raises(ConfigError, match="rotate, then calibrate again"):
+        rotate_target(static, None)
 
 
 def test_the_exported_matrix_comes_back_exactly_and_changes_are_noticed(tmp_path):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import packed_targets as tiny
 import pytest
@@ -13,6 +15,7 @@ from eaglejax.checkpoint.quant_write import source_config, write_quantized
 from eaglejax.checkpoint.sources import Source
 from eaglejax.errors import ConfigError
 from eaglejax.quant.array import QuantArray
+from eaglejax.quant.basis import write_basis
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +136,15 @@ def test_nothing_is_written_where_that_is_asked_for(model, run, tmp_path):
         (["--quant-type", "w8a8", "--use-rot", "False", "--rotate", "random"], "--use-rot False contradicts"),
         (["--quant-type", "w8a8", "--rotate", "block"], "--rot-block-size goes with --rotate block"),
         (["--quant-type", "w8a8", "--rot-block-size", "8"], "--rot-block-size goes with --rotate block"),
-        (["--quant-type", "w8a8", "--calib-samples", "0"], "--calib-samples is 0"),
+        (["--quant-type", "w8a8", "--calib-prompts", "f", "--calib-samples", "0"], "--calib-samples is 0"),
+        (
+            ["--quant-type", "w8a8", "--calib-samples", "3"],
+            "--calib-samples counts prompts",
+        ),
+        (["--quant-type", "w8a8", "--seed", "3"], "--seed draws the rotation, and none is asked for"),
+        (["--quant-type", "w8a8f8", "--format", "modelslim"], "modelslim form has no place for an fp8 cache"),
+        (["--quant-type", "w8a8c8", "--format", "compressed-tensors"], "no place for an int8 cache"),
+        (["--quant-type", "w8a8", "--online-rot", "--format", "modelslim"], "no place for online rotations"),
         (["--quant-type", "w8a8", "--asymmetric"], "asymmetric"),
     ],
 )
@@ -143,12 +154,25 @@ def test_refused_before_a_model_is_loaded(options, text, run, tmp_path):
     assert text in error
 
 
-def test_online_rotations_need_our_own_form(model, run, tmp_path):
-    argv = ("quantize", "--model-path", model, "--output-path", tmp_path / "o", "--quant-type", "w8a8")
-    status, _, error = run(*argv, "--online-rot", "--format", "modelslim")
-    assert status == 2
-    assert "R4" in error
-    assert not (tmp_path / "o").exists()
+def test_a_plain_target_is_inspected_too(model, run, tmp_path):
+    status, text, _ = run("inspect", model, "--json")
+    told = json.loads(text)
+    assert (status, told["form"], told["schemes"], told["basis"]) == (0, "plain", {}, None)
+    assert told["plain"]["layers.*.gate"] == 2
+    assert told["bytes"] == sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    write_basis(Path(shutil.copytree(model, tmp_path / "turned")), tiny.rotation())
+    status, _, table = run("inspect", tmp_path / "turned")
+    assert status == 0
+    assert "not quantised" in table
+    assert tiny.rotation().id in table
+    assert run("inspect", model, "--target", model)[0] == 2
+
+
+def test_an_excluded_weight_stays_as_it_is_behind_an_online_turn(model, run, tmp_path):
+    argv = ("quantize", "--model-path", model, "--output-path", tmp_path / "o", "--quant-type", "w4a8")
+    status, text, error = run(*argv, "--online-rot", "--exclude", "*.down", "--json")
+    assert status == 0, error
+    assert json.loads(text)["excluded"] == {"embed": 1, "head": 1, "layers.*.down": 2}
 
 
 def test_a_target_of_a_gguf_file_takes_its_tokenizer_along(model, tmp_path, monkeypatch):
