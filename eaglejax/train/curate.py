@@ -81,15 +81,15 @@ def evaluation_texts(path: str | Path) -> list[str]:
     """
     texts: list[str] = []
     try:
-        rows = Path(path).read_text(encoding="utf-8").splitlines()
+        rows = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"evaluation file {path} cannot be read: {error}") from error
     for number, line in enumerate(rows, start=1):
         if not line.strip():
             continue
         try:
-            found = list(_prompts(json.loads(line)))
-        except (json.JSONDecodeError, AttributeError, TypeError) as error:
+            found = _prompts(json.loads(line))
+        except (json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
             raise ConfigError(f"{path}, line {number} is no prompt row: {error}") from error
         if not found:
             raise ConfigError(f"{path}, line {number} has neither turns nor prompt nor messages")
@@ -97,13 +97,16 @@ def evaluation_texts(path: str | Path) -> list[str]:
     return texts
 
 
-def _prompts(row: Mapping[str, Any]) -> Iterator[str]:
-    yield from row.get("turns", ())
-    if "prompt" in row:
-        yield row["prompt"]
-    for message in row.get("messages", ()):
-        if message.get("role") == "user":
-            yield message["content"]
+def _prompts(row: Mapping[str, Any]) -> list[str]:
+    turns = row.get("turns", [])
+    if not isinstance(turns, list):
+        # Read letter by letter, a text in the place of a list would match nothing.
+        raise TypeError("its turns are no list")
+    asked = [m["content"] for m in row.get("messages", ()) if m.get("role") == "user"]
+    found = [*turns, *([row["prompt"]] if "prompt" in row else []), *asked]
+    if not all(isinstance(text, str) for text in found):
+        raise TypeError("its prompts are no texts")
+    return found
 
 
 def decontaminate(
@@ -181,12 +184,18 @@ def windows(sample: Sample, length: int, overlap: int) -> list[Sample]:
 
 def split_validation(samples: Sequence[Sample], share: float) -> tuple[list[Sample], list[Sample]]:
     """(training, validation): about ``share`` of the samples are held out, chosen by the hash of their
-    prompt, so that the same prompt is always on the same side, whatever else is in the data."""
+    conversation's first prompt, so that the same prompt is always on the same side, whatever else is in the
+    data, and no turn is trained on whose earlier turns are held out."""
     if not 0 <= share < 1:
         raise ConfigError(f"the validation share is {share}; it must lie in [0, 1)")
     train: list[Sample] = []
     held: list[Sample] = []
     for sample in samples:
-        digest = hashlib.sha256(sample.prompt.astype("<i4").tobytes()).digest()
-        (held if int.from_bytes(digest[:8], "big") < share * 2**64 else train).append(sample)
+        (held if place(sample) < share else train).append(sample)
     return train, held
+
+
+def place(sample: Sample) -> float:
+    """Where the hash of its conversation puts a sample in [0, 1): those below a validation share are held
+    out."""
+    return int(sample.group[:16], 16) / 2**64

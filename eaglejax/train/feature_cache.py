@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from eaglejax.models.target import Target
 from eaglejax.train.features import check_identity, identity, target_features
 from eaglejax.train.packing import Features, assemble, pack
 from eaglejax.train.samples import Sample
+from eaglejax.train.writing import write_text
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -87,7 +87,7 @@ def write_features(
     if (folder / MANIFEST).exists():
         check_identity(read_json(folder / MANIFEST).get("identity", {}), wanted, str(folder))
     else:
-        _write_text(folder / MANIFEST, json.dumps({"format": FORMAT, "identity": wanted}, indent=2))
+        write_text(folder / MANIFEST, json.dumps({"format": FORMAT, "identity": wanted}, indent=2) + "\n")
     shards = _open_shards(folder)
     known = _index(shards)
     todo = list({s.key: s for s in samples if s.key not in known}.values())
@@ -153,9 +153,3 @@ def _index(shards: dict[str, SafetensorsFile]) -> dict[str, tuple[str, int, int]
             index[key] = (name, at, length)
             at += length
     return index
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)

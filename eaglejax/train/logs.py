@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eaglejax.errors import ConfigError
+from eaglejax.train.writing import whole_lines
 
 SCALARS = "metrics.jsonl"
 
@@ -25,19 +27,28 @@ class Log(Protocol):
 
 
 class JsonLog:
-    """One object a line, appended: ``{"update": ..., "time": ..., name: value, ...}``."""
+    """One object a line, appended: ``{"update": ..., "time": ..., name: value, ...}``; a number that is not
+    finite is null, which JSON has no other word for."""
 
     def __init__(self, path: Path) -> None:
+        whole_lines(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, update: int, values: Mapping[str, Any]) -> None:
         """Append and flush, so that a kill loses nothing."""
-        self._file.write(json.dumps({"update": update, "time": time.time(), **values}) + "\n")
+        row = {"update": update, "time": time.time()} | {n: _finite(v) for n, v in values.items()}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoardLog:

@@ -13,6 +13,9 @@ from eaglejax.errors import ConfigError
 from eaglejax.train.batch import Batch
 from eaglejax.train.samples import Sample
 
+_AHEAD = 4
+"""Batches that are made before they are asked for."""
+
 Features = dict[str, np.ndarray]
 """Arrays that stand beside a sample's tokens, each [T, ...]: ``aux``, ``hidden``, ``top``, ``log_norm``."""
 
@@ -70,23 +73,23 @@ def batch_stream(
     capacity: int,
     rows: int,
     seed: int,
-    epochs: int | None = None,
     features: Callable[[Sample], Features] | None = None,
 ) -> grain.DatasetIterator:
-    """Batches of ``rows`` packed rows, reshuffled every epoch (None: without end).
+    """Batches of ``rows`` packed rows without end, reshuffled every epoch.
 
-    Which samples share a row is fixed; the order of the rows changes with the epoch. The iterator's
+    Which samples share a row is fixed; the order of the rows changes with the epoch. A few batches are made
+    ahead, which with features is a few times what a batch of them takes. The iterator's
     ``get_state`` and ``set_state`` are part of a checkpoint: a restored run sees exactly the batches that
     were left. An epoch's rows that fill no whole batch run on into the next epoch.
     """
     groups = pack([len(s) for s in samples], capacity)
-    if len(groups) < rows and epochs is not None:
-        raise ConfigError(f"the data fills {len(groups)} rows of {capacity} tokens, a batch takes {rows}")
 
     def build(group: Sequence[int]) -> Batch:
         chosen = [samples[i] for i in group]
         beside = [features(s) for s in chosen] if features is not None else ()
         return assemble(chosen, capacity, beside)
 
-    dataset = grain.MapDataset.source(groups).seed(seed).shuffle().repeat(epochs)
-    return iter(dataset.map(build).batch(rows, drop_remainder=True, batch_fn=stack).to_iter_dataset())
+    dataset = grain.MapDataset.source(groups).seed(seed).shuffle().repeat()
+    batches = dataset.map(build).batch(rows, drop_remainder=True, batch_fn=stack)
+    # Grain would make 500 ahead: a batch of features can take a gigabyte.
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=_AHEAD, prefetch_buffer_size=_AHEAD)))

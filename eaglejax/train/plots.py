@@ -8,6 +8,7 @@ from typing import Any
 
 from eaglejax.errors import ConfigError
 from eaglejax.train.logs import SCALARS
+from eaglejax.train.writing import whole_lines, write_text
 
 PANELS = (
     ("train/objective", "loss"),
@@ -19,16 +20,23 @@ PANELS = (
 
 
 def read_scalars(folder: Path) -> dict[str, list[tuple[int, Any]]]:
-    """name -> (update, value) in order. Where a resumed run logged an update again, the later line counts."""
+    """name -> (update, value) in order. Where a resumed run logged an update again, the later line counts.
+
+    Raises ConfigError for a folder without a log, and for a log that is damaged.
+    """
     path = folder / SCALARS
     if not path.is_file():
         raise ConfigError(f"{path} is missing; {folder} is not the folder of a run")
     series: dict[str, dict[int, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            row = json.loads(line)
+            update = row["update"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, line {number} is no row of a run's log") from error
         for name, value in row.items():
             if name not in ("update", "time"):
-                series.setdefault(name, {})[row["update"]] = value
+                series.setdefault(name, {})[update] = value
     return {name: sorted(values.items()) for name, values in series.items()}
 
 
@@ -47,7 +55,7 @@ def plot_run(folder: Path) -> Path:
         f"{''.join(parts)}</svg>\n"
     )
     path = folder / "curves.svg"
-    path.write_text(svg, encoding="utf-8")
+    write_text(path, svg)
     return path
 
 
@@ -59,19 +67,21 @@ def _panel(points: list[tuple[int, Any]], title: str, x: int, y: int, width: int
         f'<text x="{x}" y="{y - 8}">{title}</text>'
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" stroke="#999"/>'
     )
-    if not points:
+    listed = [(update, v if isinstance(v, list) else [v]) for update, v in points]
+    rows = [(update, v) for update, v in listed if None not in v]
+    if not rows:
         return frame
-    curves = list(zip(*(v if isinstance(v, list) else [v] for _, v in points), strict=True))
+    curves = list(zip(*(v for _, v in rows), strict=True))
     values = [v for curve in curves for v in curve]
     low, high = min(values), max(values)
     span = (high - low) or 1.0
-    first, last = points[0][0], points[-1][0]
+    first, last = rows[0][0], rows[-1][0]
     stretch = (last - first) or 1
     out = [frame]
     for n, curve in enumerate(curves):
         at = " ".join(
             f"{x + width * (u - first) / stretch:.1f},{y + height * (1 - (v - low) / span):.1f}"
-            for (u, _), v in zip(points, curve, strict=True)
+            for (u, _), v in zip(rows, curve, strict=True)
         )
         colour = _COLOURS[n % len(_COLOURS)]
         out.append(f'<polyline points="{at}" fill="none" stroke="{colour}" stroke-width="1.5"/>')

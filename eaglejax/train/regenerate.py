@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import Request, check_request
 from eaglejax.train.decode import decode_requests
 from eaglejax.train.features import fingerprint
-from eaglejax.train.samples import read_messages
+from eaglejax.train.samples import prompt_digest, read_messages
+from eaglejax.train.writing import whole_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,8 @@ def read_prompt_rows(path: str | Path) -> Iterator[Prompt | str]:
                     yield _row(line, f"{path}, line {number}", number)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason}") from error
 
 
 def _row(line: str, where: str, number: int) -> Prompt | str:
@@ -115,7 +117,7 @@ def regenerate(
     advance: Callable[[int, int], None] = lambda answers, tokens: None,
 ) -> Counts:
     """Answer ``rows`` (the first ``limit``) and append to ``out``; rows that fail go to
-    ``<out>.errors.jsonl``.
+    ``<out>.errors.jsonl``, each once.
 
     ``proposer`` only makes it faster. ``advance`` is told answers and tokens as they are written.
     """
@@ -124,7 +126,16 @@ def regenerate(
     known = read_answers(out)
     model, counts = fingerprint(target), Counts()
     errors = out.with_name(out.name + ".errors.jsonl")
+    told = set(whole_lines(errors))
     with out.open("a", encoding="utf-8") as file, errors.open("a", encoding="utf-8") as bad:
+
+        def fail(row: Mapping[str, Any]) -> None:
+            counts.failed += 1
+            # A run that goes on meets the rows again that failed before.
+            if (line := _line(row)) not in told:
+                told.add(line)
+                _append(bad, line)
+
         group: list[Prompt] = []
         taken = 0
         for row in rows:
@@ -132,15 +143,14 @@ def regenerate(
                 break
             taken += 1
             if isinstance(row, str):
-                counts.failed += 1
-                _append(bad, {"error": row})
+                fail({"error": row})
                 continue
             group.append(row)
             if len(group) == options.batch_size:
-                _answer(target, group, options, model, known, counts, file, bad, proposer, advance)
+                _answer(target, group, options, model, known, counts, file, fail, proposer, advance)
                 group = []
         if group:
-            _answer(target, group, options, model, known, counts, file, bad, proposer, advance)
+            _answer(target, group, options, model, known, counts, file, fail, proposer, advance)
     if errors.stat().st_size == 0:
         errors.unlink()
     return counts
@@ -148,14 +158,8 @@ def regenerate(
 
 def read_answers(path: Path) -> dict[str, dict[str, Any]]:
     """Answers already in a file, by key. A last line that a kill cut off is removed from the file."""
-    if not path.exists():
-        return {}
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
     found = {}
-    for number, line in enumerate(whole.decode("utf-8").splitlines(), start=1):
+    for number, line in enumerate(whole_lines(path), start=1):
         try:
             row = json.loads(line)
             found[row["key"]] = row
@@ -174,13 +178,13 @@ def _answer(
     known: dict[str, dict[str, Any]],
     counts: Counts,
     file: Any,
-    bad: Any,
+    fail: Callable[[Mapping[str, Any]], None],
     proposer: Proposer | Bound | None,
     advance: Callable[[int, int], None],
 ) -> None:
     """Answer one batch of rows, question by question."""
     talks = [list(p.opening) for p in group]
-    alive = list(range(len(group)))
+    alive, first = list(range(len(group))), dict[int, str]()
     for turn in range(options.turns):
         asked: list[tuple[int, tuple[int, ...], str]] = []
         for n in alive:
@@ -189,29 +193,33 @@ def _answer(
             talks[n].append({"role": "user", "content": group[n].turns[turn]})
             try:
                 ids = tuple(target.need_tokenizer().apply_chat_template(talks[n]))
+                if len(ids) > options.max_prompt_tokens:
+                    counts.too_long += 1
+                    continue
                 check_request(_request(ids, options, ""), target.context, target.config.vocab_size)
             except RequestError as error:
-                counts.failed += 1
-                _append(bad, {"id": group[n].id, "turn": turn, "error": str(error)})
+                fail({"id": group[n].id, "turn": turn, "error": str(error)})
                 continue
-            if len(ids) > options.max_prompt_tokens:
-                counts.too_long += 1
-                continue
+            first.setdefault(n, prompt_digest(ids))
             asked.append((n, ids, _key(ids, options, model)))
-        todo = [(n, ids, key) for n, ids, key in asked if key not in known]
+        # Rows that ask the same have one answer, in the same batch as in different ones.
+        todo: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for n, ids, key in asked:
+            if key not in known:
+                todo.setdefault(key, (n, ids))
         counts.known += len(asked) - len(todo)
         if todo:
-            requests = [_request(ids, options, key) for _, ids, key in todo]
+            requests = [_request(ids, options, key) for key, (_, ids) in todo.items()]
             results = decode_requests(target, requests, proposer, batch=options.batch_size)
-            for (n, ids, key), result in zip(todo, results, strict=True):
+            for (key, (n, ids)), result in zip(todo.items(), results, strict=True):
                 if result.error is not None:
-                    counts.failed += 1
-                    _append(bad, {"id": group[n].id, "turn": turn, "error": result.error})
+                    fail({"id": group[n].id, "turn": turn, "error": result.error})
                     continue
                 known[key] = row = {
                     "id": group[n].id,
                     "turn": turn,
                     "key": key,
+                    "conversation": first[n],
                     "model": model,
                     "temperature": options.temperature,
                     "finish_reason": result.finish_reason,
@@ -219,7 +227,7 @@ def _answer(
                     "completion_ids": result.token_ids,
                     "text": result.text,
                 }
-                _append(file, row)
+                _append(file, _line(row))
                 counts.written += 1
                 advance(1, len(result.token_ids))
         alive = [n for n, _, key in asked if key in known and known[key]["finish_reason"] == "stop"]
@@ -245,6 +253,10 @@ def _request(ids: tuple[int, ...], options: RegenerateOptions, key: str) -> Requ
     return Request(ids, sampling, options.max_new_tokens)
 
 
-def _append(file: Any, row: Mapping[str, Any]) -> None:
-    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False)
+
+
+def _append(file: Any, line: str) -> None:
+    file.write(line + "\n")
     file.flush()

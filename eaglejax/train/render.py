@@ -16,6 +16,9 @@ from typing import Any
 from eaglejax.checkpoint.tokenizer import Tokenizer
 from eaglejax.errors import RequestError
 
+_MARK = "\ue000answer\ue001"
+"""A text of private characters, which no answer holds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
@@ -80,12 +83,11 @@ def _turn(
             )
         prompt = _common(prompt, whole)
     answer = str(messages[turn]["content"]).strip()
-    # What a template writes between prompt and answer (an empty reasoning block, say) is not the target's.
-    at = whole.find(answer, len(prompt)) if answer else len(prompt)
-    reasoning = messages[turn].get("reasoning_content") or messages[turn].get("tool_calls")
-    if reasoning:
-        at = len(prompt)
-    elif at < 0:
+    at = len(prompt)
+    if answer and not (messages[turn].get("reasoning_content") or messages[turn].get("tool_calls")):
+        # What a template writes in front of the answer (an empty reasoning block, say) is not the target's.
+        at = whole.find(answer, _opening(tokenizer, messages, turn, prompt, whole, variables))
+    if at < 0:
         raise RequestError(f"{name}: the template changes the text of turn {turn}; its answer is not found")
     ids = tokenizer.encode(whole, special=False)
     before = tokenizer.encode(whole[:at], special=False)
@@ -94,6 +96,22 @@ def _turn(
     if end == start:
         raise RequestError(f"{name}: nothing is supervised; turn {turn} is empty")
     return Rendered(ids[:end], [start <= n < end for n in range(end)])
+
+
+def _opening(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    turn: int,
+    prompt: str,
+    whole: str,
+    variables: Mapping[str, Any],
+) -> int:
+    """Characters of ``whole`` in front of the answer. An answer such as "think" may occur in what the
+    template itself writes there, so a text that occurs nowhere is rendered in its place."""
+    marked = [*messages[:turn], {**messages[turn], "content": _MARK}]
+    found = tokenizer.render_chat(marked, add_generation_prompt=False, **variables)
+    before, mark, _ = found.partition(_MARK)
+    return max(len(prompt), len(before)) if mark and whole.startswith(before) else len(prompt)
 
 
 def _end(ids: Sequence[int], start: int, eos_ids: Sequence[int]) -> int:

@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from eaglejax.checkpoint.files import read_json
 from eaglejax.errors import CheckpointError, MismatchError
 from eaglejax.train.state import TrainState
+from eaglejax.train.writing import write_text
 
 _PREFIX = "update-"
 _VERSIONED = ("eaglejax", "jax", "optax", "orbax-checkpoint", "grain")
@@ -84,9 +85,7 @@ class RunCheckpoints:
             (temporary / "run.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
             os.replace(temporary, final)
         if score is not None and (self.best is None or score > self.best[1]):
-            part = self.folder / ".best.json"
-            part.write_text(json.dumps({"update": update, "score": score}), encoding="utf-8")
-            os.replace(part, self.folder / "best.json")
+            write_text(self.folder / "best.json", json.dumps({"update": update, "score": score}))
         self._prune()
         return final
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 
 from eaglejax.checkpoint.tokenizer import Tokenizer
 from eaglejax.errors import ConfigError, RequestError
-from eaglejax.train.render import Rendered, render_conversation
+from eaglejax.train.render import render_conversation
 
 ROLES = {
     "human": "user",
@@ -39,11 +40,14 @@ ROLES = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-    """``ids`` [T] int32, ``supervised`` [T] bool; ``name`` says where it came from, for messages."""
+    """``ids`` [T] int32, ``supervised`` [T] bool; ``name`` says where it came from, for messages.
+    ``conversation``: ``prompt_digest`` of the first turn, where the sample is a later turn of a conversation
+    that has several samples."""
 
     ids: np.ndarray
     supervised: np.ndarray
     name: str
+    conversation: str | None = None
 
     @property
     def key(self) -> str:
@@ -57,8 +61,18 @@ class Sample:
         """Ids before the first supervised token."""
         return self.ids[: int(np.argmax(self.supervised))]
 
+    @property
+    def group(self) -> str:
+        """Digest of the prompt that the sample's conversation began with."""
+        return self.conversation or prompt_digest(self.prompt)
+
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def prompt_digest(ids: Any) -> str:
+    """SHA-256 over the token ids of a prompt, 32 hexadecimal digits."""
+    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()[:32]
 
 
 @dataclasses.dataclass
@@ -129,7 +143,11 @@ def samples_of_row(
     if "prompt_ids" in row and "completion_ids" in row:
         prompt, answer = _ids(row, "prompt_ids", name), _ids(row, "completion_ids", name)
         marks = [False] * len(prompt) + [True] * len(answer)
-        return [make_sample([*prompt, *answer], marks, name, vocab_size)]
+        first = row.get("conversation")
+        if first is not None and not re.fullmatch("[0-9a-f]{32}", str(first)):
+            raise RequestError(f"{name}: conversation is a prompt's digest, 32 hexadecimal digits")
+        sample = make_sample([*prompt, *answer], marks, name, vocab_size)
+        return [dataclasses.replace(sample, conversation=first)]
     if "input_ids" in row and "loss_mask" in row:
         given = [bool(m) for m in _ids(row, "loss_mask", name)]
         return [make_sample(_ids(row, "input_ids", name), given, name, vocab_size)]
@@ -137,7 +155,8 @@ def samples_of_row(
         if field in row:
             messages = read_messages(row[field], name)
             rendered = render_conversation(tokenizer, messages, name=name, tools=_tools(row, name))
-            return [_of_rendered(r, name, vocab_size) for r in rendered]
+            first, *later = [make_sample(r.ids, r.supervised, name, vocab_size) for r in rendered]
+            return [first, *(dataclasses.replace(s, conversation=first.group) for s in later)]
     raise RequestError(
         f"{name}: a training row has prompt_ids and completion_ids, input_ids and loss_mask, messages or "
         f"conversations; this one has {', '.join(sorted(row)) or 'nothing'}"
@@ -157,7 +176,7 @@ def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
         if not isinstance(entry, Mapping):
             raise RequestError(f"{name}: message {n} is no object")
         role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise RequestError(f"{name}: message {n} has role {role!r}; known are {', '.join(sorted(ROLES))}")
         if not isinstance(content, str):
             raise RequestError(f"{name}: the content of message {n} is no text")
@@ -179,10 +198,6 @@ def preview(sample: Sample, tokenizer: Tokenizer, width: int = 4000) -> Any:
         text.append(piece, style="bold green" if sample.supervised[run[0]] else "dim")
     text.truncate(width)
     return text
-
-
-def _of_rendered(rendered: Rendered, name: str, vocab_size: int) -> Sample:
-    return make_sample(rendered.ids, rendered.supervised, name, vocab_size)
 
 
 def _tools(row: Mapping[str, Any], name: str) -> Any:

@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from eaglejax.checkpoint.files import read_json
 from eaglejax.errors import ConfigError
 from eaglejax.train.prepare import STARTS
 from eaglejax.train.settings import TrainSettings, override, parse, read_toml, to_toml
+from eaglejax.train.writing import write_text
 
 FIXED = (
     *("target", "target_dtype", "target_quant", "out"),
@@ -182,6 +182,4 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """``value`` as a file that exists whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,6 +1,7 @@
 """Rows to samples to packed batches: what is supervised, what is kept, where everything lands."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from eaglejax.train.curate import (
     windows,
 )
 from eaglejax.train.packing import assemble, batch_stream, pack
-from eaglejax.train.samples import Report, Sample, preview, read_samples, samples_of_row
+from eaglejax.train.samples import Report, Sample, preview, prompt_digest, read_samples, samples_of_row
 from eaglejax.train.vocab import build_vocab_map, count_all, count_supervised, given_vocab_map
 
 
@@ -90,6 +91,13 @@ def test_a_template_that_rewrites_history_gives_one_row_a_turn_without_its_own_i
     assert "<think>" not in tokenizer.decode(second.ids[: len(second.ids) - 40].tolist())
 
 
+@pytest.mark.parametrize("answer", ["think", "hi", "</think>"])
+def test_an_answer_that_the_templates_own_insertion_holds_too_is_found_behind_it(answer):
+    tokenizer = tokenizer_with(REWRITING)
+    (sample,) = rows_of({"messages": [CHAT[1], {"role": "assistant", "content": answer}]}, tokenizer)
+    assert supervised_text(sample, tokenizer) == [f"{answer}<|im_end|>"]
+
+
 def test_a_template_that_trims_still_finds_its_answer_and_one_that_changes_it_is_refused():
     (sample,) = rows_of(
         {"messages": [CHAT[1], {"role": "assistant", "content": "  Yes \n"}]}, tokenizer_with(TRIMMING)
@@ -104,6 +112,11 @@ def test_a_template_that_trims_still_finds_its_answer_and_one_that_changes_it_is
     [
         ({"messages": CHAT[:2]}, "no assistant turn"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "role 'wizard'"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "role \\['user'\\]"),
+        (
+            {"prompt_ids": [1], "completion_ids": [2], "conversation": "x"},
+            "a prompt's digest",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, "no text"),
         ({"prompt_ids": [1], "completion_ids": []}, "nothing is supervised"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "equally many"),
@@ -192,6 +205,20 @@ def test_the_stream_goes_on_from_a_saved_position_and_reshuffles_each_epoch():
     assert epochs[0].tolist() != epochs[1].tolist()
 
 
+def test_the_stream_reads_ahead_a_few_batches_and_not_hundreds():
+    """A batch of a large target's features takes a gigabyte."""
+    samples, read = [sample_of(6, 3, n) for n in range(10)], []
+
+    def features(sample):
+        read.append(sample)
+        return {"hidden": np.zeros((len(sample), 2), np.float32)}
+
+    stream = batch_stream(samples, capacity=6, rows=1, seed=0, features=features)
+    next(stream)
+    time.sleep(0.5)
+    assert 1 <= len(read) <= 12
+
+
 def test_duplicates_and_evaluation_texts_leave_with_their_count(tmp_path):
     report = Report()
     a, b = sample_of(8, 3, 1), sample_of(8, 3, 2)
@@ -215,9 +242,17 @@ def test_duplicates_and_evaluation_texts_leave_with_their_count(tmp_path):
     samples = [Sample(np.asarray(TOKENIZER.encode(t), np.int32), np.ones(len(t), bool), t) for t in texts]
     assert [s.name for s in decontaminate(samples, contamination, TOKENIZER, report)] == texts[1:]
     assert sum(report.dropped.values()) == 3
-    path.write_text('{"question": "x"}\n')
-    with pytest.raises(ConfigError, match="line 1 has neither"):
-        evaluation_texts(path)
+    for row, words in (
+        ({"question": "x"}, "line 1 has neither"),
+        ({"turns": "one text, read letter by letter"}, "line 1 is no prompt row: its turns are no list"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, "its prompts are no texts"),
+        ({"messages": [{"role": "user"}]}, "line 1 is no prompt row"),
+    ):
+        path.write_text(json.dumps(row) + "\n")
+        with pytest.raises(ConfigError, match=words):
+            evaluation_texts(path)
+    path.write_text(json.dumps({"prompt": "one line\u2028of two"}, ensure_ascii=False) + "\n")
+    assert evaluation_texts(path) == ["one line\u2028of two"]
 
 
 def test_mixing_keeps_the_proportions_and_repeats_only_when_told():
@@ -243,6 +278,26 @@ def test_the_same_prompt_is_always_on_the_same_side():
     assert len(train) + len(held) == 100
     assert not {s.key for s in train} & {s.key for s in held}
     assert {s.key for s in split_validation(samples[:10], 0.3)[1]} <= {s.key for s in held}
+
+
+def test_the_turns_of_one_conversation_are_on_the_same_side():
+    """A later turn holds the earlier answers as its prompt: trained on, they would be no held-out text."""
+    tokenizer = tokenizer_with(REWRITING)
+    sides = set()
+    for n in range(40):
+        talk = [{"role": "user", "content": f"Hi {n}?"}, *CHAT[2:]]
+        turns = rows_of({"messages": talk}, tokenizer)
+        assert len(turns) == 2
+        assert turns[0].prompt.tolist() != turns[1].prompt.tolist()
+        found = split_validation(turns, 0.5)
+        assert sorted(map(len, found)) == [0, 2]
+        sides.add(len(found[0]))
+    assert sides == {0, 2}
+    # Answers of `regenerate` say which conversation they belong to; without that the prompt decides.
+    row = {"prompt_ids": [5, 6, 7], "completion_ids": [8]}
+    (alone,), (later,) = rows_of(row), rows_of({**row, "conversation": turns[0].group})
+    assert alone.group == prompt_digest(alone.prompt)
+    assert later.group == turns[0].group != alone.group
 
 
 def test_the_vocabulary_holds_what_is_supervised_most_and_reports_its_coverage():

@@ -7,7 +7,7 @@ import pytest
 from eaglejax.errors import ConfigError
 from eaglejax.train import regenerate as module
 from eaglejax.train.regenerate import RegenerateOptions, read_prompt_rows, regenerate
-from eaglejax.train.samples import read_samples
+from eaglejax.train.samples import prompt_digest, read_samples
 
 OPTIONS = RegenerateOptions(temperature=0.7, max_new_tokens=6, batch_size=2, turns=2, max_prompt_tokens=90)
 ROWS = [
@@ -33,7 +33,7 @@ def whole(target, prompts, tmp_path_factory):
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def test_answers_carry_exact_ids_and_the_rest_is_counted(whole, target):
@@ -78,6 +78,30 @@ def test_a_killed_run_writes_what_it_would_have_written(whole, target, prompts, 
     assert {r["key"]: r["completion_ids"] for r in lines(out)} == key
     again = regenerate(target, read_prompt_rows(prompts), out, OPTIONS)
     assert again.written == 0
+
+
+def test_rows_that_ask_the_same_are_answered_once_and_any_text_can_be_gone_on_from(target, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    rows = [{"id": n, "turns": ["Hi?", "And?"]} for n in range(3)] + [{"id": "bad"}]
+    prompts.write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+    def run():
+        return regenerate(target, read_prompt_rows(prompts), out, OPTIONS)
+
+    first = run()
+    found = lines(out)
+    assert len({r["key"] for r in found}) == len(found) == first.written
+    assert first.written + first.known >= 3
+    assert {r["conversation"] for r in found} == {prompt_digest(found[0]["prompt_ids"])}
+    # Separators that Unicode counts as line ends, which JSON does not escape.
+    found[0]["text"] = "one\u2028two\x85three"
+    out.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in found), encoding="utf-8")
+    again = run()
+    assert (again.written, again.known, again.failed) == (0, first.written + first.known, 1)
+    assert len(lines(out.with_name(out.name + ".errors.jsonl"))) == 1
+    prompts.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        run()
 
 
 def test_other_settings_are_other_answers_and_foreign_files_are_refused(target, prompts, tmp_path):
