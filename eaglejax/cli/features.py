@@ -24,18 +24,15 @@ class Features:
     def run(self) -> int:
         """The command."""
         from eaglejax.checkpoint.target import load_target
-        from eaglejax.drafts.eagle_config import default_boundaries
         from eaglejax.train.feature_cache import write_features
-        from eaglejax.train.prepare import prepare_data
+        from eaglejax.train.prepare import planned_config, prepare_data
         from eaglejax.train.settings import load_settings
 
         settings = load_settings(self.config, self.overrides)
         with show.status(f"loading {settings.target}"):
             target = load_target(settings.target, dtype=settings.target_dtype, quant=settings.target_quant)
+        aux = planned_config(settings, target).aux
         data = prepare_data(settings.data, target)
-        aux: tuple[int, ...] = ()
-        if settings.objective.version == 3:
-            aux = settings.draft.aux or default_boundaries(target.config.num_layers)
         samples = [*data.train, *data.validation]
         with progress("features", sum(len(s) for s in samples)) as advance:
             count = write_features(

@@ -92,6 +92,9 @@ def progress(settings: TrainSettings) -> Iterator[Callable[[int, dict[str, Any]]
             if "train/objective" in values:
                 text = f"loss {values['train/objective']:.3f}, tau {values['train/tau_simulated']:.2f}"
                 bar.update(task, completed=update, description=text)
+            elif "skipped_updates" in values:
+                text = f"{values['skipped_updates']} updates skipped"
+                bar.update(task, completed=update, description=text)
             else:
                 tau = values.get("decoded/tau", values["validation/tau_simulated"])
                 bar.console.print(f"update {update}: held-out tau {tau:.3f}", highlight=False)

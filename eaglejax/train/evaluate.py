@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from eaglejax.checkpoint.eagle import bind
 from eaglejax.drafts import eagle_model
@@ -21,6 +22,7 @@ from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import Request
 from eaglejax.speculate.metrics import Stats, total
+from eaglejax.train.attention import Choice, training_attention
 from eaglejax.train.batch import Batch
 from eaglejax.train.decode import decode_requests
 from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, trained_rows
@@ -28,16 +30,24 @@ from eaglejax.train.samples import Sample
 
 
 def make_evaluation(
-    config: EagleConfig, objective: Objective, frozen: EagleParams, head: Head, *, compute_dtype: Any
+    config: EagleConfig,
+    objective: Objective,
+    frozen: EagleParams,
+    head: Head,
+    *,
+    compute_dtype: Any,
+    attention: Choice = "auto",
+    mesh: Mesh | None = None,
 ) -> Callable[[Weights, Batch], Metrics]:
-    """The jitted metrics of one batch [B, T, ...], without noise."""
+    """The jitted metrics of one batch [B, T, ...], without noise; the options as in ``make_update``."""
 
     @jax.jit
     def measure(weights: Weights, batch: Batch, frozen: EagleParams, head: Head) -> Metrics:
         cast = eagle_model.cast(weights, compute_dtype)
         rows = trained_rows(objective, head, batch)
         params = dataclasses.replace(frozen, weights=cast)
-        return objective_loss(params, config, objective, head, batch, rows)[1]
+        attend = training_attention(attention, config, batch.documents, remat=False, mesh=mesh)
+        return objective_loss(params, config, objective, head, batch, rows, attention=attend)[1]
 
     return lambda weights, batch: measure(weights, batch, frozen, head)
 

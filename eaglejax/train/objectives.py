@@ -18,7 +18,7 @@ from eaglejax import pytree
 from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import EagleParams
-from eaglejax.drafts.eagle_unroll import unroll
+from eaglejax.drafts.eagle_unroll import StepAttention, step_attention, unroll
 from eaglejax.errors import ConfigError
 from eaglejax.nn.linear import linear
 from eaglejax.train.batch import Alignment, Batch, row_mask, shift
@@ -93,6 +93,15 @@ class Objective:
             raise ConfigError(f"{len(self.step_weights)} step_weights for {self.steps} steps; give one each")
         if any(w < 0 for w in self.weights) or not any(self.weights):
             raise ConfigError(f"step weights {list(self.weights)} must not be negative, nor all zero")
+        for names, used, where in (
+            (("loss",), self.algorithm == "eagle3", "algorithm = 'eagle3'"),
+            (("kl_scale", "kl_decay"), self.loss == "lk_lambda", "loss = 'lk_lambda'"),
+            (("feature_weight", "token_weight"), self.version == 1, "algorithm = 'eagle1' or 'hass'"),
+            (("top_weight", "top_tokens"), self.algorithm == "hass", "algorithm = 'hass'"),
+        ):
+            for name in names:
+                if not used and getattr(self, name) != getattr(Objective, name):
+                    raise ConfigError(f"objective.{name} has an effect with {where} alone")
         if self.noise < 0 or self.balance_weight < 0 or self.top_tokens < 1:
             raise ConfigError(
                 "objective.noise and objective.balance_weight must not be negative and objective.top_tokens "
@@ -163,12 +172,13 @@ def objective_loss(
     batch: Batch,
     rows: jax.Array,
     key: jax.Array | None = None,
+    attention: StepAttention = step_attention,
 ) -> tuple[jax.Array, Metrics]:
     """(loss, metrics) of one micro-batch.
 
     ``rows`` [K] f32: trained rows of each step in the *whole* update (all micro-batches, all devices; see
     ``trained_rows``), the denominators, so that the sum over micro-batches is the loss of the update. ``key``
-    draws the feature noise.
+    draws the feature noise. ``attention``: see ``train.attention``.
     """
     features = batch.aux if config.version == 3 else _joined(batch.hidden)
     if features is None or batch.hidden is None:
@@ -185,6 +195,7 @@ def objective_loss(
         objective.steps,
         positions=batch.positions,
         documents=batch.documents,
+        attention=attention,
         through_time=objective.algorithm != "hass",
         routing=routed,
     )

@@ -6,18 +6,15 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import numpy as np
 import rich.table
 
-from eaglejax.checkpoint.eagle import draft_folder
-from eaglejax.checkpoint.eagle_read import read_draft
+from eaglejax.checkpoint.tables import leaf_paths
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import param_table
 from eaglejax.models.target import Target
-from eaglejax.pytree import abstract
 from eaglejax.train.packing import pack
-from eaglejax.train.prepare import STARTS, Data, draft_config
+from eaglejax.train.prepare import Data, planned_config
 from eaglejax.train.settings import TrainSettings
 
 
@@ -65,12 +62,13 @@ class Plan:
 
 def make_plan(settings: TrainSettings, target: Target, data: Data) -> Plan:
     """The plan of a run over ``data``."""
-    config = _config(settings, target)
+    config = planned_config(settings, target)
     run, length = settings.run, settings.data.row_tokens
     rows = len(pack([len(s) for s in data.train], length))
     tokens = sum(len(s) for s in data.train)
-    sizes = {path: math.prod(a.shape) for path, a in _leaves(config)}
-    trained = sum(n for path, n in sizes.items() if settings.draft.train_head or "head" not in path)
+    sizes = {path: math.prod(info.shape) for path, info in leaf_paths(param_table(config)).items()}
+    kept = {"embed"} | (set() if settings.draft.train_head else {"head"})
+    trained = sum(size for path, size in sizes.items() if path not in kept)
     width = target.config.hidden_size * target.dtype.itemsize
     item = 2 if run.compute_dtype == "bfloat16" else 4
     return Plan(
@@ -88,17 +86,6 @@ def make_plan(settings: TrainSettings, target: Target, data: Data) -> Plan:
         feature_bytes=0 if run.features == "online" else tokens * (len(config.aux) + 1) * width,
         device_bytes=target.nbytes + trained * 16 + _activations(config, settings, item),
     )
-
-
-def _config(settings: TrainSettings, target: Target) -> EagleConfig:
-    if settings.draft.start in STARTS:
-        return draft_config(settings.draft, target, settings.objective.version)
-    return read_draft(draft_folder(settings.draft.start)).config
-
-
-def _leaves(config: EagleConfig) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    table = abstract(param_table(config))
-    return [(jax.tree_util.keystr(p), a) for p, a in jax.tree_util.tree_flatten_with_path(table)[0]]
 
 
 def _activations(config: EagleConfig, settings: TrainSettings, item: int) -> int:

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.eagle import bind, draft_folder, head_matrix, read_weights, target_head
-from eaglejax.checkpoint.eagle_read import read_draft
+from eaglejax.checkpoint.eagle_read import DraftFile, read_draft
 from eaglejax.drafts.eagle_config import EagleConfig, default_boundaries
 from eaglejax.drafts.eagle_model import EagleParams, Weights
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import PackedWeight, embedding
+from eaglejax.quant.detect import check_basis
 from eaglejax.train import curate, warm
 from eaglejax.train.features import target_features
 from eaglejax.train.objectives import Head
@@ -34,24 +35,28 @@ STARTS = ("fit", "layer", "random")
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Samples to train on (none longer than a packed row) and to validate on, and what was left out."""
+    """Samples to train on and to validate on, none longer than a packed row, and what was left out.
+    ``prompts``: of those to validate on, uncut, the ones whose prompt the target can be asked."""
 
     train: list[Sample]
     validation: list[Sample]
     report: Report
+    prompts: list[Sample] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
     """A draft about to be trained.
 
-    ``weights``: the trained masters. ``frozen``: the target's parts it uses, with its own head where that is
-    not trained. ``head``: how the target is asked about the draft's tokens, in the weights that it decodes
-    with. ``vocab``: None for the whole vocabulary.
+    ``weights``: the trained masters. ``untrained``: what the draft ships besides (an embedding, a head that
+    is not trained), in full. ``frozen``: what the forward uses that is not trained, the target's or those.
+    ``head``: how the target is asked about the draft's tokens, in the weights that it decodes with.
+    ``vocab``: None for the whole vocabulary.
     """
 
     config: EagleConfig
     weights: Weights
+    untrained: Weights
     frozen: EagleParams
     head: Head
     vocab: VocabMap | None
@@ -62,10 +67,8 @@ class Draft:
         return None if self.vocab is None else self.vocab.ids
 
     def complete(self, weights: Weights) -> Weights:
-        """Trained weights joined with the draft's untrained head, in the layout of ``param_table``."""
-        if self.config.own_head and "head" not in weights:
-            return {**weights, "head": self.frozen.head}
-        return weights
+        """Trained weights joined with the untrained ones, in the layout of ``param_table``."""
+        return {**weights, **self.untrained}
 
 
 def prepare_data(settings: DataSettings, target: Target) -> Data:
@@ -100,12 +103,29 @@ def prepare_data(settings: DataSettings, target: Target) -> Data:
     def cut(samples: Sequence[Sample]) -> list[Sample]:
         return [w for s in samples for w in curate.windows(s, settings.row_tokens, settings.overlap)]
 
+    prompts = [s for s in validation if 0 < len(s.prompt) < target.context]
     train, validation = cut(train), cut(validation)
     if not train:
         raise ConfigError(
             "no sample is left to train on: " + ("; ".join(report.lines()) or "all were held out")
         )
-    return Data(train, validation, report)
+    return Data(train, validation, report, prompts)
+
+
+def planned_config(settings: TrainSettings, target: Target) -> EagleConfig:
+    """The configuration of the draft that the settings ask for, without its weights.
+
+    Raises ConfigError where they ask of an existing draft what it is not.
+    """
+    if settings.draft.start in STARTS:
+        config = draft_config(settings.draft, target, settings.objective.version).fit(target.config)
+    else:
+        config = _read_existing(settings).config.fit(target.config)
+    if settings.draft.train_head and not config.own_head:
+        raise ConfigError(
+            f"draft.train_head needs a head of the draft's own; {settings.draft.start} borrows the target's"
+        )
+    return config
 
 
 def draft_config(settings: DraftSettings, target: Target, version: int) -> EagleConfig:
@@ -154,8 +174,7 @@ def prepare_draft(settings: TrainSettings, target: Target, data: Data) -> Draft:
     counts = count_supervised(data.train, target.config.vocab_size)
     if settings.draft.start not in STARTS:
         return _existing(settings, target, counts)
-    config = draft_config(settings.draft, target, settings.objective.version).fit(target.config)
-    vocab = None
+    config, vocab = planned_config(settings, target), None
     if config.reduced:
         assert target.tokenizer is not None
         share = settings.draft.vocab_prior
@@ -219,16 +238,43 @@ def _first_weights(
 
 def _existing(settings: TrainSettings, target: Target, counts: np.ndarray) -> Draft:
     """Go on from a published or earlier draft: its shape, vocabulary and weights."""
-    file = read_draft(draft_folder(settings.draft.start))
-    config = file.config.fit(target.config)
-    if config.version != settings.objective.version:
-        raise ConfigError(
-            f"{settings.draft.start} is an EAGLE-{config.version} draft; objective.algorithm "
-            f"{settings.objective.algorithm!r} trains EAGLE-{settings.objective.version}"
-        )
+    config, file = planned_config(settings, target), _read_existing(settings)
     weights = read_weights(file, jnp.float32)
+    check_basis(config, weights, target, draft=settings.draft.start)
     vocab = None if file.ids is None else given_vocab_map(np.asarray(file.ids), counts)
     return _draft(config, weights, settings, target, vocab)
+
+
+def _read_existing(settings: TrainSettings) -> DraftFile:
+    """The file of the draft to go on from, with the boundaries that the settings name, if they do."""
+    wanted, start = settings.draft, settings.draft.start
+    file = read_draft(draft_folder(start), aux=wanted.aux or None)
+    config = file.config
+    if config.version != settings.objective.version:
+        raise ConfigError(
+            f"{start} is an EAGLE-{config.version} draft; objective.algorithm "
+            f"{settings.objective.algorithm!r} trains EAGLE-{settings.objective.version}"
+        )
+    found = {
+        "vocab": config.draft_vocab_size,
+        "intermediate_size": config.intermediate_size,
+        "experts": config.num_experts,
+        "expert_size": config.moe_intermediate_size,
+        "target_rows": config.target_rows,
+        **{name: getattr(config, name) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")},
+    }
+    if wanted.experts:
+        found["intermediate_size"] = wanted.intermediate_size
+        found["experts_per_token"] = config.experts_per_token
+    default = DraftSettings()
+    wrong = [
+        f"draft.{name} is {getattr(wanted, name)} and the draft's {value}"
+        for name, value in found.items()
+        if getattr(wanted, name) not in (getattr(default, name), value)
+    ]
+    if wrong:
+        raise ConfigError(f"{start} keeps its shape when it is trained on: {'; '.join(wrong)}")
+    return file
 
 
 def _draft(
@@ -236,7 +282,7 @@ def _draft(
 ) -> Draft:
     dtype = jnp.dtype(settings.run.compute_dtype)
     ids = None if vocab is None else vocab.ids
-    weights = dict(weights)
+    weights, untrained = dict(weights), dict[str, Any]()
     asked, tied = target_head(target, ids)
     packed = isinstance(asked, PackedWeight)
     theirs = head_matrix(target, ids)
@@ -246,18 +292,21 @@ def _draft(
         # Integers multiply rounded states, through which nothing is learnt: a step function has no slope.
         frozen = dataclasses.replace(frozen, head=theirs.astype(dtype), tied=False)
     if config.own_head:
+        own = theirs if own is None else own
         if settings.draft.train_head:
-            weights["head"] = (theirs if own is None else own).astype(jnp.float32)
+            weights["head"] = own
         else:
-            frozen = dataclasses.replace(frozen, head=(theirs if own is None else own).astype(dtype))
-    if "embed" in weights:
-        raise ConfigError(
-            "a draft with an embedding of its own is not trained; start from one that borrows it"
-        )
+            untrained["head"] = np.asarray(own)
+            frozen = dataclasses.replace(frozen, head=own.astype(dtype))
+    if config.own_embedding:
+        # As in every published recipe it is not trained.
+        untrained["embed"] = np.asarray(weights.pop("embed"))
+        frozen = dataclasses.replace(frozen, embed=jnp.asarray(untrained["embed"], dtype))
     head = Head(
         asked if packed else theirs.astype(target.dtype),
         None if ids is None else jnp.asarray(ids),
         softcap=target.config.final_softcap,
         tied=packed and tied,
     )
-    return Draft(config, jax.tree.map(lambda w: w.astype(jnp.float32), weights), frozen, head, vocab)
+    masters = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
+    return Draft(config, masters, untrained, frozen, head, vocab)

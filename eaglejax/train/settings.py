@@ -7,6 +7,7 @@ resolved settings are written beside the checkpoints and read back identically.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -84,7 +85,8 @@ class DraftSettings:
 class OptimizerSettings:
     """``name``: "adamw", or "muon" for matrices with AdamW for the rest. ``learning_rate`` at its peak,
     reached after ``warmup`` updates; ``schedule`` then falls to ``final`` times the peak at the last update.
-    ``clip``: largest global norm of the gradient (0: none)."""
+    ``clip``: largest global norm of the gradient (0: none). ``beta2`` is also the momentum of Muon, whose
+    ``weight_decay`` is on matrices alone."""
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 5e-4
@@ -101,17 +103,21 @@ class OptimizerSettings:
 class RunSettings:
     """``updates``: optimiser steps in all. An update sees ``rows`` packed rows, ``accumulate`` times.
     ``features``: "online", or a folder made by ``eaglejax features``. ``compute_dtype``: of activations and
-    of the weights' copy in the forward; masters are float32. ``remat``: recompute activations of each chain
-    step. ``save_every``, ``evaluate_every``, ``log_every``: in updates. ``keep``: latest checkpoints that
-    stay beside the best one. ``most_skipped``: consecutive updates that may be skipped for NaN before the run
-    stops. ``decode_prompts``: held-out prompts that each evaluation decodes for the real tau (0: none), to
-    ``decode_tokens`` tokens with a chain of ``decode_depth``."""
+    of the weights' copy in the forward; masters are float32. ``attention``: "plain" keeps the weights [heads,
+    T, T] of each chain step for the backward pass, "linear" takes memory linear in T (on a GPU or TPU by the
+    kernel), "auto" is plain on a CPU and for drafts with windows. ``remat``: plain attention computes its
+    weights again in the backward pass instead of keeping them. ``save_every``, ``evaluate_every``,
+    ``log_every``: in updates. ``keep``: latest checkpoints that stay beside the best one. ``most_skipped``:
+    consecutive updates that may be skipped for NaN before the run stops. ``decode_prompts``: held-out prompts
+    that each evaluation decodes for the real tau (0: none), to ``decode_tokens`` tokens with a chain of
+    ``decode_depth``."""
 
     updates: int = 1000
     rows: int = 1
     accumulate: int = 1
     features: str = "online"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    attention: Literal["auto", "plain", "linear"] = "auto"
     remat: bool = False
     seed: int = 0
     save_every: int = 200
@@ -148,32 +154,69 @@ class TrainSettings:
             raise ConfigError("out is not set; name the folder of the run")
         if not self.data.train:
             raise ConfigError("data.train names no file")
-        for name in ("updates", "rows", "accumulate", "save_every", "evaluate_every", "log_every", "keep"):
-            if getattr(self.run, name) < 1:
-                raise ConfigError(f"run.{name} is {getattr(self.run, name)}; it must be at least 1")
+        self._check_ranges()
+        self._check_effects()
         if self.data.overlap < self.objective.steps + 1:
             raise ConfigError(
                 f"data.overlap {self.data.overlap} is too small for objective.steps "
                 f"{self.objective.steps}: a "
                 "window must share at least one token more than there are steps"
             )
-        if self.optimizer.learning_rate <= 0 or self.optimizer.warmup < 0:
-            raise ConfigError("optimizer.learning_rate must be positive and optimizer.warmup not negative")
         if self.optimizer.warmup >= self.run.updates:
             raise ConfigError(
                 f"optimizer.warmup {self.optimizer.warmup} leaves nothing of run.updates {self.run.updates}"
             )
-        if not self.draft.experts and self.draft.expert_size:
-            raise ConfigError("draft.expert_size is the width of experts, and draft.experts is 0")
-        if self.draft.vocab_prior < 0:
-            raise ConfigError(f"draft.vocab_prior is {self.draft.vocab_prior}; it must not be negative")
         if self.draft.target_rows and (self.draft.train_head or not self.draft.vocab):
             raise ConfigError(
                 "draft.target_rows borrows rows of the target's head: it needs draft.vocab and excludes "
                 "draft.train_head"
             )
-        if self.objective.version == 1 and (self.draft.vocab or self.draft.aux):
-            raise ConfigError("an EAGLE-1 draft has the target's vocabulary and reads its final state alone")
+        if self.objective.version == 1 and (self.draft.vocab or self.draft.aux or self.draft.train_head):
+            raise ConfigError(
+                "an EAGLE-1 draft has the target's vocabulary and head and reads its final state alone"
+            )
+
+    def _check_ranges(self) -> None:
+        for section, least in _LEAST.items():
+            for name, bound in least.items():
+                value = getattr(getattr(self, section), name)
+                if value is not None and value < bound:
+                    raise ConfigError(f"{section}.{name} is {value}; it must be at least {bound}")
+        for source in self.data.train:
+            if source.limit is not None and source.limit < 1:
+                raise ConfigError(f"the limit of {source.path} is {source.limit}; it must be at least 1")
+        if self.optimizer.learning_rate <= 0:
+            raise ConfigError(
+                f"optimizer.learning_rate is {self.optimizer.learning_rate}; it must be positive"
+            )
+        for name in ("beta1", "beta2"):
+            if getattr(self.optimizer, name) >= 1:
+                raise ConfigError(f"optimizer.{name} is {getattr(self.optimizer, name)}; it must be below 1")
+
+    def _check_effects(self) -> None:
+        """Refuse settings that would change nothing."""
+        paths = [source.path for source in self.data.train]
+        if len(set(paths)) < len(paths):
+            raise ConfigError(f"data.train names a file twice: {', '.join(paths)}")
+        weighted = any(source.weight != 1 for source in self.data.train)
+        if not self.data.mix and (weighted or self.data.total is not None):
+            raise ConfigError("weights of files and data.total are of a mixture; set data.mix = true")
+        if not self.draft.experts and self.draft.expert_size:
+            raise ConfigError("draft.expert_size is the width of experts, and draft.experts is 0")
+        if self.draft.vocab_prior and not self.draft.vocab:
+            raise ConfigError("draft.vocab_prior helps to choose a reduced vocabulary; set draft.vocab")
+
+
+_LEAST: dict[str, dict[str, int]] = {
+    "data": {"total": 1, "row_tokens": 1},
+    "draft": {"vocab": 1, "vocab_prior": 0, "intermediate_size": 1, "experts": 0, "experts_per_token": 1}
+    | {"expert_size": 1, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1},
+    "optimizer": dict.fromkeys(("warmup", "final", "beta1", "beta2", "weight_decay", "clip"), 0),
+    "run": {"updates": 1, "rows": 1, "accumulate": 1, "save_every": 1, "evaluate_every": 1, "log_every": 1}
+    # A decode of one token is the prompt's own forward, in which no draft has a part.
+    | {"keep": 1, "most_skipped": 1, "decode_prompts": 0, "decode_tokens": 2, "decode_depth": 1},
+}
+"""Section -> setting -> the least value that it can have."""
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:
@@ -222,6 +265,10 @@ def parse(cls: type[T], table: Mapping[str, Any], where: str = "") -> T:
     unknown = sorted(set(table) - set(names))
     if unknown:
         raise ConfigError(f"unknown key {where}{unknown[0]!s}; known are {', '.join(names)}")
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in table:
+            raise ConfigError(f"{where}{field.name} is not given")
     return cls(**{name: _value(hints[name], table[name], f"{where}{name}") for name in table})
 
 
@@ -245,6 +292,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return parse(typing.cast(type, hint), value, f"{where}.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{where} is {value!r}; it must be a finite number")
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{where} is {value!r}; it must be of type {hint.__name__}")
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from eaglejax import pytree
 from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import EagleParams, Weights
+from eaglejax.train.attention import Choice, training_attention
 from eaglejax.train.batch import Batch
 from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, trained_rows
 
@@ -90,7 +92,9 @@ def make_update(
     *,
     compute_dtype: Any,
     seed: int,
+    attention: Choice = "auto",
     remat: bool = False,
+    mesh: Mesh | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, UpdateReport]]:
     """The jitted update: (state, batch [M, B, T, ...]) -> (state, report); the state is donated.
 
@@ -98,20 +102,17 @@ def make_update(
     that accumulation, devices and padding leave loss and gradient as they are. ``frozen``: what is not
     trained (the target's embedding, and its head where the draft does not train one); its ``weights`` are
     ignored. An update whose loss or gradient is not finite, or that trains no row, changes nothing but the
-    counters. With ``remat`` only products with weights are kept for the backward pass.
+    counters. ``attention``, ``remat``: see ``training_attention``; ``mesh``: the devices that share the rows.
     """
 
     def loss_of(
         weights: Weights, frozen: EagleParams, head: Head, batch: Batch, rows: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         cast = eagle_model.cast(weights, compute_dtype)
-        return objective_loss(
-            dataclasses.replace(frozen, weights=cast), config, objective, head, batch, rows, key
-        )
+        attend = training_attention(attention, config, batch.documents, remat=remat, mesh=mesh)
+        params = dataclasses.replace(frozen, weights=cast)
+        return objective_loss(params, config, objective, head, batch, rows, key, attend)
 
-    if remat:
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        loss_of = jax.checkpoint(loss_of, policy=policy)
     gradient = jax.value_and_grad(loss_of, has_aux=True)
 
     def update(
@@ -119,18 +120,19 @@ def make_update(
     ) -> tuple[TrainState, UpdateReport]:
         batches, discarded = jax.vmap(discard_nonfinite)(batches)
         micro = batches.tokens.shape[0]
-        rows = sum(
-            trained_rows(objective, head, jax.tree.map(lambda x, m=m: x[m], batches)) for m in range(micro)
-        )
+        rows = jnp.sum(jax.vmap(functools.partial(trained_rows, objective, head))(batches), axis=0)
         key = jax.random.fold_in(jax.random.key(seed), state.update)
 
-        def one(m: int) -> Any:
+        def one(m: int | jax.Array) -> Any:
             batch = jax.tree.map(lambda x: x[m], batches)
             return gradient(state.weights, frozen, head, batch, rows, jax.random.fold_in(key, m))
 
-        total = one(0)
-        for m in range(1, micro):
-            total = jax.tree.map(jnp.add, total, one(m))
+        if micro == 1:
+            total = one(0)
+        else:
+            # A loop, so that the program does not grow with the number of micro-batches.
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, 0))
+            total = jax.lax.fori_loop(0, micro, lambda m, t: jax.tree.map(jnp.add, t, one(m)), nothing)
         (loss, metrics), grads = total
         norm = optax.global_norm(grads)
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & (jnp.max(rows) > 0)

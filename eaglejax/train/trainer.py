@@ -47,6 +47,7 @@ from eaglejax.train.state import (
     replicate,
     shard_batch,
 )
+from eaglejax.train.writing import write_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,14 @@ class Trainer:
         run = settings.run
         if run.rows % self.mesh.size:
             raise ConfigError(f"run.rows {run.rows} must be a multiple of the {self.mesh.size} devices")
+        if run.decode_prompts and not data.prompts:
+            raise ConfigError(
+                f"run.decode_prompts is {run.decode_prompts}, and no prompt is held out to be decoded; raise "
+                "data.validation, or set run.decode_prompts to 0"
+            )
+        if self.mesh.size > 1:
+            # Weights on one device would be copied to the others for every batch.
+            self.target = dataclasses.replace(target, params=replicate(target.params, self.mesh))
         self._features = self._open_features()
         dtype = jnp.dtype(run.compute_dtype)
         frozen = replicate(draft.frozen, self.mesh)
@@ -95,10 +104,18 @@ class Trainer:
             head,
             compute_dtype=dtype,
             seed=run.seed,
+            attention=run.attention,
             remat=run.remat,
+            mesh=self.mesh,
         )
         self._measure = evaluate.make_evaluation(
-            draft.config, settings.objective, frozen, head, compute_dtype=dtype
+            draft.config,
+            settings.objective,
+            frozen,
+            head,
+            compute_dtype=dtype,
+            attention=run.attention,
+            mesh=self.mesh,
         )
         self._rate = schedule(settings.optimizer, run.updates)
         self._stop = threading.Event()
@@ -119,7 +136,7 @@ class Trainer:
             restored = checkpoints.restore(state)
             state = restored.state
             stream.set_state(restored.data)
-        _write_text(self.out / "config.toml", to_toml(self.settings))
+        write_text(self.out / "config.toml", to_toml(self.settings))
         logs = self._open_logs()
         try:
             with self._signals():
@@ -160,22 +177,29 @@ class Trainer:
                 reports, tokens, since = [], 0, now
             score = None
             if validation and (update % run.evaluate_every == 0 or update == run.updates):
+                begin = time.perf_counter()
                 values = self._evaluate(state.weights, validation)
                 score = values.get("decoded/tau", values["validation/tau_simulated"])
                 self._log(logs, update, values)
+                since += time.perf_counter() - begin
             if score is not None or update % run.save_every == 0 or update == run.updates:
+                begin = time.perf_counter()
                 checkpoints.save(state, stream.get_state(), score=score)
+                since += time.perf_counter() - begin
         if self._stop.is_set():
             checkpoints.save(state, stream.get_state())
         return state
 
     def _values(self, update: int, reports: list[UpdateReport], state: TrainState) -> dict[str, Any]:
-        metrics = evaluate.summary(evaluate.add_up(r.metrics for r in reports))
-        applied = [r for r in reports if bool(r.applied)]
+        values: dict[str, Any] = {}
+        # What a skipped update computed is not finite, and would make the others' sums so.
+        if applied := [r for r in reports if bool(r.applied)]:
+            metrics = evaluate.summary(evaluate.add_up(r.metrics for r in applied))
+            values = {f"train/{name}": value for name, value in metrics.items()}
+            values["train/objective"] = math.fsum(float(r.loss) for r in applied) / len(applied)
+            values["gradient_norm"] = math.fsum(float(r.gradient_norm) for r in applied) / len(applied)
         return {
-            **{f"train/{name}": value for name, value in metrics.items()},
-            "train/objective": _mean([float(r.loss) for r in applied]),
-            "gradient_norm": _mean([float(r.gradient_norm) for r in applied]),
+            **values,
             "learning_rate": float(self._rate(update - 1)),
             "skipped_updates": int(state.skipped),
             "discarded_documents": int(state.discarded),
@@ -186,7 +210,7 @@ class Trainer:
         values = {f"validation/{name}": value for name, value in found.items()}
         run = self.settings.run
         if run.decode_prompts:
-            prompts = self.data.validation[: run.decode_prompts]
+            prompts = self.data.prompts[: run.decode_prompts]
             stats = evaluate.decode(
                 self.target,
                 self.draft.config,
@@ -313,21 +337,15 @@ def export(folder: Path, draft: Draft, weights: Weights, settings: TrainSettings
     shutil.rmtree(temporary, ignore_errors=True)
     tensors = tensors_of_weights(draft.config, complete)
     write_draft(temporary, draft.config, tensors, draft.ids, to="eaglejax")
-    _write_text(temporary / "training.toml", to_toml(settings))
-    shutil.rmtree(folder, ignore_errors=True)
+    write_text(temporary / "training.toml", to_toml(settings))
+    earlier = folder.with_name(f".{folder.name}.{os.getpid()}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, earlier)
     os.replace(temporary, folder)
+    shutil.rmtree(earlier, ignore_errors=True)
     return folder
 
 
 def _data_hash(samples: list[Sample]) -> str:
     return hashlib.sha256("".join(s.key for s in samples).encode()).hexdigest()[:32]
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values) if values else float("nan")
-
-
-def _write_text(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

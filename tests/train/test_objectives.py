@@ -114,12 +114,13 @@ def test_the_loss_is_speculators_with_its_options(draft, one_document, kind, nam
 
 @pytest.mark.parametrize("kind", ["alpha", "lambda"])
 def test_acceptance_losses_use_the_mass_outside_the_draft_vocabulary(draft, one_document, kind):
-    objective = Objective(steps=1, loss=f"lk_{kind}", out_of_vocabulary="keep", kl_scale=0.8, kl_decay=2.0)
+    scales = {"kl_scale": 0.8, "kl_decay": 2.0} if kind == "lambda" else {}
+    objective = Objective(steps=1, loss=f"lk_{kind}", out_of_vocabulary="keep", **scales)
     loss, metrics = value(draft, objective, one_document)
     logits = np.asarray(one_document.hidden) @ TARGET_HEAD
     mask = np.asarray(row_mask(one_document, 0))
     wanted = oracles.specforge_lk(
-        kind, logits, draft_logits(draft, one_document, 1)[0], mask, MEMBER, kl_scale=0.8, kl_decay=2.0
+        kind, logits, draft_logits(draft, one_document, 1)[0], mask, MEMBER, **scales
     )
     assert abs(float(loss) - wanted) < 1e-5 * abs(wanted)
     alpha = float(metrics.accept[0] / metrics.judged[0])
@@ -264,6 +265,27 @@ def test_tokens_that_the_draft_does_not_know_are_misses_and_leave_the_loss(draft
     metrics = value(draft, keep, one_document)[1]
     assert int(metrics.rows[0]) == int(metrics.judged[0]) == mask.sum()
     assert int(metrics.hits[0]) <= wanted
+
+
+def test_noise_lies_on_the_features_within_its_bounds_in_training_alone(draft, one_document, monkeypatch):
+    config, params = draft
+    noisy, rows = Objective(steps=1, noise=0.1), jnp.ones((1,))
+    seen, real = [], objectives.unroll
+
+    def spy(params, config, features, *args, **options):
+        seen.append(features)
+        return real(params, config, features, *args, **options)
+
+    monkeypatch.setattr(objectives, "unroll", spy)
+    for key in (jax.random.key(0), jax.random.key(1), None):
+        objective_loss(params, config, noisy, HEAD, one_document, rows, key)
+    first, second, none = (np.asarray(f - one_document.aux) for f in seen)
+    assert not none.any()
+    for noise in (first, second):
+        assert 0.09 < np.abs(noise).max() <= 0.1 + 1e-6
+        assert abs(noise.mean()) < 0.01
+        assert noise.std() == pytest.approx(0.2 / 12**0.5, rel=0.05)
+    assert np.abs(first - second).max() > 0.05
 
 
 def test_objectives_that_cannot_be_are_refused():

@@ -17,6 +17,7 @@ target = "demo"
 out = "runs/a"
 [data]
 train = [{ path = "a.jsonl", weight = 2 }, { path = "b.jsonl" }]
+mix = true
 [draft]
 aux = [2, 12, 24]
 vocab = 8192
@@ -63,6 +64,29 @@ def test_a_file_is_read_with_overrides_and_written_back_equal(tmp_path):
         ("draft={target_rows = true}", "needs draft.vocab"),
         ("draft.vocab_prior=-0.1", "vocab_prior"),
         ("run=3", "not a section|is a section"),
+        ("data.train=[{weight=2}]", r"data\.train\[0\]\.path is not given"),
+        ("data.train=[{path='a', limit=0}]", "limit of a is 0"),
+        ("data.train=[{path='a'}, {path='a'}]", "a file twice"),
+        ("data.mix=false", r"set data\.mix = true"),
+        ("data={train=[{path='a'}], total=5}", r"set data\.mix = true"),
+        ("draft.vocab=0", r"draft\.vocab is 0; it must be at least 1"),
+        ("draft.num_heads=0", r"draft\.num_heads is 0"),
+        ("draft={vocab_prior=0.1}", r"set draft\.vocab"),
+        ("draft.expert_size=8", r"draft\.experts is 0"),
+        ("optimizer.clip=-1.0", r"optimizer\.clip is -1\.0; it must be at least 0"),
+        ("optimizer.beta2=1.0", r"optimizer\.beta2 is 1\.0; it must be below 1"),
+        ("optimizer.learning_rate=nan", "finite"),
+        ("run.decode_depth=0", r"run\.decode_depth is 0"),
+        ("run.decode_tokens=1", r"run\.decode_tokens is 1; it must be at least 2"),
+        ("run.decode_prompts=-1", r"run\.decode_prompts is -1"),
+        ("run.most_skipped=0", r"run\.most_skipped is 0"),
+        (
+            "objective={algorithm='hass', loss='kl'}",
+            r"objective\.loss has an effect with algorithm = 'eagle3'",
+        ),
+        ("objective.token_weight=0.2", r"objective\.token_weight has an effect with algorithm = 'eagle1'"),
+        ("objective.kl_scale=0.5", r"objective\.kl_scale has an effect with loss = 'lk_lambda'"),
+        ("objective={algorithm='eagle1', steps=1, top_tokens=3}", r"top_tokens has an effect with algorithm"),
         ("nonsense", "section.key=value"),
     ],
 )
@@ -154,3 +178,19 @@ def test_a_log_is_drawn_and_a_resumed_update_counts_once(tmp_path):
     assert all(np.isfinite(json.loads(line)["time"]) for line in lines)
     with pytest.raises(ConfigError, match="not the folder of a run"):
         plot_run(tmp_path / "x")
+
+
+def test_a_log_that_a_kill_cut_goes_on_with_a_whole_line_and_nan_is_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"update": 1, "time": 0, "train/objective": 2.0}\n{"update": 2, "ti')
+    log = JsonLog(path)
+    log.write(2, {"train/objective": float("nan"), "train/accuracy": [0.5, float("inf")]})
+    log.write(3, {"train/objective": 1.0})
+    log.close()
+    assert "NaN" not in path.read_text()
+    assert read_scalars(tmp_path)["train/objective"] == [(1, 2.0), (2, None), (3, 1.0)]
+    assert read_scalars(tmp_path)["train/accuracy"] == [(2, [0.5, None])]
+    assert plot_run(tmp_path).read_text().count("<polyline") == 1
+    path.write_text("[3]\n")
+    with pytest.raises(ConfigError, match="line 1 is no row"):
+        read_scalars(tmp_path)

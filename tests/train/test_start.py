@@ -10,12 +10,15 @@ from tiny_model import HEAD_DIM, HEADS, HIDDEN
 from train_tools import draft_config
 
 from eaglejax.checkpoint.eagle import load_draft
+from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle_model import EagleParams
+from eaglejax.drafts.eagle_model import EagleParams, init_eagle
 from eaglejax.drafts.eagle_unroll import unroll
-from eaglejax.errors import EaglejaxError
+from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
 from eaglejax.train import warm
-from eaglejax.train.prepare import Data, fit_data, prepare_draft
+from eaglejax.train.packing import assemble
+from eaglejax.train.plan import make_plan
+from eaglejax.train.prepare import Data, fit_data, planned_config, prepare_draft
 from eaglejax.train.prepare import draft_config as new_config
 from eaglejax.train.samples import Report, Sample
 from eaglejax.train.settings import DataSettings, DraftSettings, RunSettings, TrainSettings
@@ -164,6 +167,64 @@ def test_a_new_draft_has_the_targets_rows_as_its_head_and_goes_on_from_its_expor
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     trained = prepare_draft(settings_with(start=str(folder), train_head=True), target, data)
     np.testing.assert_array_equal(trained.weights["head"], head)
+
+
+def published(folder, **changes):
+    """A draft as another project ships it: random weights, parts of its own."""
+    config = draft_config(**({"own_embedding": True, "aux": (1, 2, 3)} | changes))
+    weights = init_eagle(config, jax.random.key(5))
+    ids = np.arange(64, dtype=np.int32) * 4 if config.reduced else None
+    write_draft(folder, config, tensors_of_weights(config, weights), ids, to="eaglejax")
+    return str(folder), weights
+
+
+@pytest.mark.parametrize("train_head", [False, True])
+def test_a_published_draft_with_an_embedding_of_its_own_is_gone_on_from(target, tmp_path, train_head):
+    start, weights = published(tmp_path / "theirs")
+    settings = settings_with(start=start, aux=(), vocab=None, intermediate_size=None, train_head=train_head)
+    settings = dataclasses.replace(settings, run=RunSettings())  # computes in bfloat16
+    data = Data(SAMPLES[:20], [], Report())
+    draft = prepare_draft(settings, target, data)
+    assert draft.config.aux == planned_config(settings, target).aux == (1, 2, 3)
+    assert ("head" in draft.weights) == train_head
+    assert "embed" not in draft.weights
+    plan = make_plan(settings, target, data)
+    assert plan.trained_parameters == sum(w.size for w in jax.tree.leaves(draft.weights))
+    # What is not trained comes out as it went in, whatever the forward computes in.
+    folder = export(tmp_path / "ours", draft, draft.weights, settings, dtype=np.float32)
+    for name, wanted in (("embed", weights["embed"]), ("head", weights["head"])):
+        np.testing.assert_array_equal(load_draft(folder, target).params.weights[name], wanted)
+    # The forward reads that embedding, not the target's.
+    batch = assemble(SAMPLES[:1], 64)
+    features = jnp.asarray(np.random.default_rng(0).normal(size=(1, 64, 3, HIDDEN)), jnp.bfloat16)
+    cast = draft.frozen.replace(weights=eagle_model.cast(draft.weights, jnp.bfloat16))
+    whole = EagleParams(eagle_model.cast(weights, jnp.bfloat16))
+    a, b = (unroll(p, draft.config, features, jnp.asarray(batch.tokens), 1)[0] for p in (cast, whole))
+    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_boundaries_of_an_existing_draft_can_be_named_and_its_shape_cannot_be_changed(target, tmp_path):
+    start, _ = published(tmp_path / "theirs")
+    data = Data(SAMPLES[:4], [], Report())
+
+    def settings(**changes):
+        shape = {"start": start, "aux": (), "vocab": None, "intermediate_size": None}
+        return settings_with(**(shape | changes))
+
+    assert planned_config(settings(aux=(2, 3, 4)), target).aux == (2, 3, 4)
+    for changes, words in (
+        ({"vocab": 32}, "draft.vocab is 32 and the draft's 64"),
+        ({"num_layers": 2}, "draft.num_layers is 2 and the draft's 1"),
+        ({"intermediate_size": 16, "experts": 4}, "draft.experts is 4 and the draft's 0"),
+        ({"target_rows": True, "vocab": 64}, "draft.target_rows is True"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            prepare_draft(settings(**changes), target, data)
+    borrowing, _ = published(tmp_path / "rows", own_head=False, target_rows=True)
+    with pytest.raises(ConfigError, match=r"train_head needs a head of the draft's own"):
+        prepare_draft(settings(start=borrowing, train_head=True), target, data)
+    with pytest.raises(MismatchError, match="is rotated"):
+        prepare_draft(settings(), dataclasses.replace(target, basis="0123abcd"), data)
 
 
 def test_starts_that_cannot_be_are_refused(target):

@@ -56,7 +56,7 @@ def test_a_plain_run_file_and_the_command_lines_grid_are_the_same(tmp_path):
 
 def test_data_mixes_are_values_too(tmp_path):
     grid = ["data.train=[[{path='x/a.jsonl'}], [{path='x/a.jsonl', weight=2}, {path='b.jsonl', weight=0.5}]]"]
-    points = read_sweep(written(tmp_path, RUN), grid=grid)
+    points = read_sweep(written(tmp_path, RUN), ["data.mix=true"], grid)
     assert [len(p.settings.data.train) for p in points] == [1, 2]
     assert points[1].label() == "data.train=2 a+0.5 b"
     assert short([1, 2]) == "[1, 2]"
