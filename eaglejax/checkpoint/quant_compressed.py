@@ -152,8 +152,11 @@ def _activation(raw: Any, at: str) -> tuple[str | None, bool]:
     return "static", not symmetric
 
 
-def find(scheme: Scheme, store: Store, matrices: Collection[str]) -> dict[str, Encoded]:
-    """Every quantised matrix by module name. ``matrices``: modules of the model that hold one.
+def find(
+    scheme: Scheme, store: Store, matrices: Collection[str], ignorable: Sequence[str] = ()
+) -> dict[str, Encoded]:
+    """Every quantised matrix by module name. ``matrices``: modules of the model that hold one; ``ignorable``:
+    expressions for tensors of other towers, which are not read, quantised or not.
 
     Raises ``CheckpointError`` for a matrix that is described but not quantised in the files, or the reverse.
     """
@@ -161,7 +164,10 @@ def find(scheme: Scheme, store: Store, matrices: Collection[str]) -> dict[str, E
     unknown = [
         entry
         for entry in scheme.ignore
-        if not entry.startswith("re:") and entry != "Linear" and entry not in matrices
+        if not entry.startswith("re:")
+        and entry != "Linear"
+        and entry not in matrices
+        and not any(re.fullmatch(pattern, f"{entry}.weight") for pattern in ignorable)
     ]
     require(not unknown, f"{scheme.where} ignores {', '.join(unknown[:4])}, which the model does not have")
     encoded = {}

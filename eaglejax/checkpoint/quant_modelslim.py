@@ -18,10 +18,9 @@ from eaglejax.checkpoint.quant_parts import Kind, Part, pending
 from eaglejax.checkpoint.safetensors_io import Pending
 from eaglejax.errors import ConfigError
 from eaglejax.nn.cache import CacheScales
+from eaglejax.quant.basis import FILE, MATRIX
 
-DESCRIPTION = "quant_model_description.json"
 STEM = "quant_model_weights"
-ROTATION = "optional/quarot.safetensors"
 VERSION = "1.0.0"
 """Version of the description whose 4-bit weights are packed and come with ``scale_bias``."""
 
@@ -205,7 +204,7 @@ def describe(
     ``exported``: with their matrix, at the usual place. ``kv``: there are cache scales.
     """
     found = [label for label in _PRIORITY if label in types.values()]
-    optional = {"quarot": {"rotation_map": {"global_rotation": ROTATION}}} if exported else {}
+    optional = {"quarot": {"rotation_map": {MATRIX: FILE}}} if exported else {}
     return {
         "model_quant_type": found[-1] if found else FLOAT,
         "version": VERSION,

@@ -30,6 +30,9 @@ from eaglejax.checkpoint.quant_modelslim import (
 )
 from eaglejax.checkpoint.quant_parts import Encoded, Kind, Part, Store, checked_scale, require
 from eaglejax.nn.cache import CacheScales
+from eaglejax.quant.basis import named_rotation
+
+BIAS = "bias"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,19 +59,16 @@ class Description:
         return int(self.settings.get("group_size") or 0)
 
     @property
-    def rotation_file(self) -> str | None:
-        """Path, relative to the folder, of the rotation that was exported."""
-        found: Any = self.settings.get("optional") or {}
-        for key in ("quarot", "rotation_map", "global_rotation"):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found if isinstance(found, str) else None
+    def exported(self) -> bool:
+        """Whether a rotation was exported."""
+        return named_rotation(self.settings) is not None
 
     @property
     def rotated(self) -> bool:
         """Whether the weights are said to be rotated, with or without an export of the matrix."""
         metadata = self.settings.get("metadata")
         quarot = isinstance(metadata, Mapping) and "quarot" in metadata
-        return bool(self.settings.get("is_rot_used")) or self.rotation_file is not None or quarot
+        return bool(self.settings.get("is_rot_used")) or self.exported or quarot
 
 
 def parse_description(raw: Mapping[str, Any], where: str, plain: Callable[[str], str]) -> Description:
@@ -145,6 +145,8 @@ def _module(module: str, found: Mapping[str, str], description: Description, sto
     require(len(labels) == 1, f"{description.where} gives {module} several types: {sorted(labels)}")
     label = labels.pop()
     type_ = TYPES[label]
+    # Some versions of the tool give the bias the type of its matrix; it is kept in full all the same.
+    found = {suffix: label for suffix in found if suffix != BIAS}
     missing = [s for s in type_.required if s not in found]
     require(
         not missing,
@@ -274,7 +276,7 @@ def _decode_static(store: Store, module: str, kind: Kind, values: np.ndarray, ha
         f"tensor '{module}.input_offset' is {input_offset}, but the description calls the inputs symmetric",
     )
     part = Part(kind, values, scale[:, None], input_scale, input_offset if kind.asymmetric else None)
-    bias_name = f"{module}.bias"
+    bias_name = f"{module}.{BIAS}"
     bias = store.array(bias_name).astype(np.float32) if bias_name in store.names() else None
     told, right = store.array(f"{module}.quant_bias"), quant_bias(part, bias)
     size = 0 if bias is None else np.abs(bias.astype(np.float64) / np.maximum(deq, 1e-30))

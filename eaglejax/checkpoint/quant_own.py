@@ -80,8 +80,9 @@ def arrays_of(path: str, value: Any) -> Iterator[tuple[str, Pending]]:
             yield from arrays_of(f"{path}.{field.name}", getattr(value, field.name))
 
 
-def build(path: str, spec: Any, file: SafetensorsFile, used: set[str], where: str) -> Any:
-    """The leaf that ``spec`` describes; names of its arrays are added to ``used``.
+def build(path: str, spec: Any, file: SafetensorsFile, used: set[str], where: str, dtype: Any) -> Any:
+    """The leaf that ``spec`` describes, packed weights to stand for one of ``dtype``; names of its arrays are
+    added to ``used``.
 
     Raises ``CheckpointError`` for a spec or an array that cannot be.
     """
@@ -104,11 +105,13 @@ def build(path: str, spec: Any, file: SafetensorsFile, used: set[str], where: st
     values = {}
     for name, field in fields.items():
         if field.metadata.get("pytree_node", True):
-            values[name] = build(f"{path}.{name}", spec[name], file, used, where)
+            values[name] = build(f"{path}.{name}", spec[name], file, used, where, dtype)
         else:
             values[name] = _static(path, name, spec[name], where)
     found = type_(**values)
-    return with_offset_sums(_checked(path, found, where)) if isinstance(found, QuantArray) else found
+    if not isinstance(found, QuantArray):
+        return found
+    return with_offset_sums(_checked(path, dataclasses.replace(found, dtype=np.dtype(dtype)), where))
 
 
 def _static(path: str, name: str, value: Any, where: str) -> Any:
@@ -225,7 +228,7 @@ def load(
 ) -> tuple[ModelConfig, dict[str, Any], str | KVFormat | None, CacheScales | None, Mapping[str, Any]]:
     """(config, leaves by path, cache format, its scales, marker) of a folder.
 
-    ``raw``: its config.json; ``dtype`` of plain weights.
+    ``raw``: its config.json; ``dtype`` of plain weights, and of what packed ones stand for.
 
     Raises ``CheckpointError`` for files that are missing, changed or not what the marker describes.
     """
@@ -260,7 +263,7 @@ def load(
     used: set[str] = set()
     leaves = {}
     for path, info in table.items():
-        value = build(path, specs.get(path, _ARRAY), file, used, where)
+        value = build(path, specs.get(path, _ARRAY), file, used, where, info.dtype)
         require(
             value is not None and tuple(value.shape) == info.shape,
             f"{where}: {path} has shape {getattr(value, 'shape', None)}, the configuration asks for "

@@ -82,9 +82,9 @@ def load_quantized(folder: Path, dtype: Any, *, context: int | None = None) -> Q
         hidden = description.cache_names
         rotated = description.rotated
     else:
-        encoded = quant_compressed.find(read_scheme(folder, raw), store, matrices_of(config))
+        encoded = quant_compressed.find(read_scheme(folder, raw), store, matrices_of(config), ignorable)
     config, leaves = _leaves(config, store, encoded, hidden, dtype, where, ignorable)
-    path = find_basis(folder) if not rotated or description.rotation_file else None
+    path = find_basis(folder) if not rotated or description.exported else None
     rotation = None if path is None else _rotation(path, config)
     basis = rotation.id if rotation else UNKNOWN_ROTATION if rotated else None
     return QuantizedFolder(

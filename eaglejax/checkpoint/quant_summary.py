@@ -77,17 +77,17 @@ def summary(folder: Path) -> dict[str, Any]:
         cache = f"{asked.name}, seed {asked.seed}" if isinstance(asked, KVFormat) else asked
     else:
         store = NormalizedStore(files, str(folder))
+        ignorable = (*IGNORABLE, *IGNORABLE_OF.get(config.family, ()))
         if form == "modelslim":
             description = read_description(folder)
-            modelslim_read.check_complete(
-                description, store, (*IGNORABLE, *IGNORABLE_OF.get(config.family, ()))
-            )
+            modelslim_read.check_complete(description, store, ignorable)
             encoded = modelslim_read.find(description, store)
             cache = "int8-static" if description.cache_names else None
             basis = UNKNOWN_ROTATION if description.rotated else None
-            exported = not description.rotated or description.rotation_file is not None
+            exported = not description.rotated or description.exported
         elif form == "compressed-tensors":
-            encoded = quant_compressed.find(read_scheme(folder, raw), store, matrices_of(config))
+            scheme = read_scheme(folder, raw)
+            encoded = quant_compressed.find(scheme, store, matrices_of(config), ignorable)
         else:
             encoded = {}
         kinds = {f"{module}.weight": e.kind for module, e in encoded.items()}

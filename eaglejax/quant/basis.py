@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.hf import DESCRIPTION
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile, write_safetensors
 from eaglejax.errors import CheckpointError, ConfigError
 
@@ -25,7 +26,6 @@ FILE = "optional/quarot.safetensors"
 UNKNOWN_ROTATION = "unknown rotation"
 """The basis of a target that is said to be rotated and comes without its matrix."""
 MATRIX, GAMMA = "global_rotation", "final_norm"
-DESCRIPTION = "quant_model_description.json"
 
 
 def basis_id(matrix: np.ndarray) -> str:
@@ -116,16 +116,21 @@ def read_basis(path: Path) -> Basis:
     return basis
 
 
+def named_rotation(description: Mapping[str, Any]) -> Any:
+    """What modelslim's ``description`` names as the file of its rotation, relative to the folder; None for
+    nothing."""
+    found: Any = description.get("optional")
+    for key in ("quarot", "rotation_map", MATRIX):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
 def find_basis(folder: Path) -> Path | None:
     """The file with the basis of the target in ``folder``: where its description says, else the usual place.
 
     Raises CheckpointError when the description names a file that is not there.
     """
-    description: Mapping[str, Any] = read_json(folder / DESCRIPTION, default={})
-    optional = description.get("optional")
-    quarot = optional.get("quarot") if isinstance(optional, Mapping) else None
-    listed = quarot.get("rotation_map") if isinstance(quarot, Mapping) else None
-    named = listed.get(MATRIX) if isinstance(listed, Mapping) else None
+    named = named_rotation(read_json(folder / DESCRIPTION, default={}))
     if named is not None:
         path = (folder / str(named)).resolve()
         if not path.is_relative_to(folder.resolve()) or not path.is_file():

@@ -19,6 +19,7 @@ from eaglejax.checkpoint.quant_summary import summary
 from eaglejax.checkpoint.quant_write import write_quantized
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.nn.kv_format import KVFormat, kv_format
+from eaglejax.nn.linear import embedding
 from eaglejax.quant.basis import UNKNOWN_ROTATION
 
 FORMS = ("eaglejax", "modelslim", "compressed-tensors")
@@ -88,6 +89,37 @@ def test_embeddings_and_heads_may_be_quantised_too(form, tmp_path):
     with pytest.raises(ConfigError, match="no quantised embedding"):
         write(target, tmp_path / "no", "compressed-tensors")
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_a_quantised_embedding_gives_rows_of_the_dtype_asked_for(form, tmp_path):
+    target = tiny.make_target("qwen2", scheme_of=lambda path: tiny.SCHEMES["w8a8"], dtype="bfloat16")
+    found = load_quantized(write(target, tmp_path / "out", form), np.dtype("float32"))
+    assert embedding(found.params["embed"], jnp.arange(3)).dtype == jnp.float32
+    assert found.params["layers"][0]["q"].dtype == np.dtype("float32")
+
+
+def test_a_bias_may_be_given_the_type_of_its_matrix(tmp_path):
+    """Versions of the tool differ in that."""
+    target = tiny.make_target("llama", tiny.SCHEMES["w8a8-static-offset"])
+    folder = write(target, tmp_path / "out", "modelslim")
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    for name in ("W8A8", "FLOAT"):
+        tiny.edit_json(folder / "quant_model_description.json", lambda d, name=name: d.update({bias: name}))
+        tiny.assert_same(load_quantized(folder, target.dtype).params, target.params)
+
+
+def test_towers_that_are_not_read_may_be_ignored_by_name(tmp_path):
+    """As recipes spell it out for multimodal models, whose vision stays as it was."""
+    target = tiny.make_target("gemma3_text")
+    raw = {"model_type": "gemma3", "text_config": tiny.raw_config("gemma3_text")}
+    folder = tmp_path / "out"
+    write_quantized(target, folder, form="compressed-tensors", config=raw)
+    tower = "vision_tower.vision_model.encoder.layers.0.mlp.fc1"
+    tiny.edit_tensors(folder, lambda t: t.update({f"{tower}.weight": np.ones((2, 2), np.float32)}))
+    tiny.edit_json(folder / "config.json", lambda c: c["quantization_config"]["ignore"].append(tower))
+    tiny.assert_same(load_quantized(folder, target.dtype).params, target.params)
+    assert summary(folder)["schemes"] == {"w8a8": 14}
 
 
 @pytest.mark.parametrize("form", FORMS)
