@@ -8,6 +8,7 @@ was rotated without a word. Without this a rotated target drives acceptance to n
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -163,10 +164,17 @@ def _compare(weights: Any, target: Target) -> Tables | None:
 def _mend(draft: str, target: Target, basis: Basis | None) -> str:
     """The command that aligns ``draft`` to ``target``."""
     name = "DRAFT" if draft == "the draft" else draft
-    command = f"eaglejax align --draft {name} --target {target.name} --out {name.rstrip('/')}-aligned"
     if basis is not None:
+        command = align_command(name, target)
         return f"Align it with `{command}`, or when it is loaded with load_draft(..., align=True)"
     return (
         "Its rotation was not exported; recover it from the original model T0 and align with "
-        f"`{command} --method procrustes --original-target T0`"
+        f"`{align_command(name, target, recover=True)}`"
     )
+
+
+def align_command(draft: str, target: Target, *, recover: bool = False) -> str:
+    """The command line that aligns ``draft``; with ``recover`` by a rotation fitted to the original T0."""
+    words = ["eaglejax", "align", "--draft", draft, "--target", target.name]
+    words += ["--out", f"{draft.rstrip('/')}-aligned"]
+    return shlex.join(words + (["--method", "procrustes", "--original-target", "T0"] if recover else []))

@@ -25,9 +25,10 @@ from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from eaglejax.drafts.eagle_config import EagleConfig, default_boundaries
 from eaglejax.drafts.eagle_model import EagleParams
 from eaglejax.drafts.features import FeatureAdapter
+from eaglejax.errors import EaglejaxError
 from eaglejax.models.target import Target
 from eaglejax.quant.align import align_params
-from eaglejax.quant.detect import compare_tables, fits_any_folding
+from eaglejax.quant.detect import align_command, compare_tables, fits_any_folding
 from eaglejax.quant.measure import Acceptance, Features, Texts, acceptance, guesses
 
 Verdict = Literal["pass", "fail", "unknown"]
@@ -194,22 +195,28 @@ def basis(pair: Pair) -> Finding:
     matrix = target.rotation
     ids = f"the target's basis is {target.basis}, the draft's {config.basis}"
     tables = compare_tables(params.weights["embed"], target.params["embed"]) if config.own_embedding else None
-    command = f"eaglejax align --draft {pair.file.path} --target {target.name} --out {pair.file.path}-aligned"
+    remedy = f"`{align_command(str(pair.file.path), target, recover=matrix is None)}`"
+    if config.basis is not None:
+        remedy = "the draft was aligned twice, or to another target: start from the original draft"
     if config.basis is None and target.basis is None and tables is not None and tables.relation == "rotated":
-        remedy = f"`{command} --method procrustes --original-target T0`"
         return Finding("basis", "fail", f"the target was rotated without saying so: {tables}", remedy)
     tried = {}
     if matrix is not None and config.basis is None:
-        tried["aligned to the target"] = pair.try_(params=align_params(params, config, matrix))
+        try:
+            aligned = align_params(params, config, matrix)
+        except EaglejaxError as error:
+            # Exports of other tools lack the weight of the final norm, which this draft needs.
+            ids += f"; aligning was not tried: {error}"
+        else:
+            tried["aligned to the target"] = pair.try_(params=aligned)
     if matrix is not None and config.basis is not None:
         once = FeatureAdapter(target=(jnp.asarray(matrix.matrix),) * max(config.num_aux, 1))
         tried["turned back once"] = pair.try_(params=dataclasses.replace(params, adapter=once))
-        command = "the draft was aligned twice, or to another target: align the original draft"
-    found = pair.judge("basis", tried, f"`{command}`" if command.startswith("eagle") else command, ids)
+    found = pair.judge("basis", tried, remedy, ids)
     if found.verdict == "fail":
         return found
     if config.basis != target.basis and not fits_any_folding(config, matrix) and not pair.healthy:
-        return Finding("basis", "fail", ids, f"`{command}`")
+        return Finding("basis", "fail", ids, remedy)
     if pair.healthy or (tables is not None and tables.relation == "same"):
         return Finding("basis", "pass", ids if tables is None else f"{ids}; {tables}")
     if config.basis is None and _folded(target):

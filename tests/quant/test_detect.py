@@ -60,7 +60,7 @@ def test_ids_decide_where_there_are_any(tmp_path):
         check_basis(config, own, ROTATED, draft=here)
     text = str(refusal.value)
     assert ROTATED.basis in text
-    assert f"`eaglejax align --draft {here} --target random llama --out {here}-aligned`" in text
+    assert f"`eaglejax align --draft {here} --target 'random llama' --out {here}-aligned`" in text
     assert "align=True" in text
     aligned = dataclasses.replace(config, basis=ROTATED.basis)
     check_basis(aligned, own, ROTATED)

@@ -20,6 +20,7 @@ from eaglejax.checkpoint.tokenizer import load_tokenizer
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.quant import diagnose as tests
 from eaglejax.quant.align_file import align_file, write_aligned
+from eaglejax.quant.basis import UNKNOWN_ROTATION, Basis
 from eaglejax.quant.diagnose import Pair, diagnose
 from eaglejax.quant.measure import Acceptance, Texts
 from eaglejax.quant.rotate import Rotation, rotate_target
@@ -139,6 +140,25 @@ def test_norms_folded_without_a_turn_are_no_fault_of_a_weak_draft(tmp_path):
     assert not pair.healthy
     assert tests.basis(pair).verdict != "fail"
     assert tests.basis(as_of(pair, rotated())).verdict == "fail"
+
+
+def test_a_basis_that_cannot_be_tried_is_named_with_the_command_that_can(tmp_path):
+    """The tool exported the matrix without the final norm's weight, or neither."""
+    file = read_draft(folder(tmp_path / "a draft", "eagle1"))
+    pair = Pair(rotated(), file, {"plain": tiny_pair.written()})
+    half = dataclasses.replace(rotated(), rotation=Basis(rotated().rotation.matrix, None))
+    found = tests.basis(as_of(pair, half))
+    assert found.verdict == "fail"
+    assert "not tried: the rotation was exported without the weight of the final norm" in found.evidence
+    lost = dataclasses.replace(rotated(), rotation=None, basis=UNKNOWN_ROTATION)
+    found = tests.basis(as_of(pair, lost))
+    assert found.verdict == "fail"
+    assert f"--draft '{file.path}' --target" in found.remedy
+    assert "--method procrustes --original-target T0" in found.remedy
+    pair.config = dataclasses.replace(pair.config, basis=rotated().basis)
+    found = tests.basis(as_of(pair, tiny_pair.target()))
+    assert found.verdict == "fail"
+    assert "start from the original draft" in found.remedy
 
 
 def as_of(pair, target):
