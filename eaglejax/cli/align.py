@@ -56,7 +56,8 @@ class Align:
                 original = ej.load_target(self.original_target, dtype="float32")
         basis, error = self._basis(target, original)
         aligned = align_file(file, target, basis, original=original)
-        notes = [*file.notes, *aligned.notes, *write_aligned(self.out, aligned, file, to=self.form)]
+        notes = [*file.notes, *aligned.notes]
+        notes += write_aligned(self.out, aligned, file, to=self.form, target=target)
         report: dict[str, Any] = {
             "output": str(self.out),
             "basis": basis.id,

@@ -100,8 +100,15 @@ def align_file(
     return AlignedDraft(dataclasses.replace(config, **changes), weights, file.ids, tuple(notes))
 
 
-def write_aligned(out: Path, draft: AlignedDraft, file: DraftFile, *, to: FormName = "eaglejax") -> list[str]:
+def write_aligned(
+    out: Path,
+    draft: AlignedDraft,
+    file: DraftFile,
+    *,
+    to: FormName = "eaglejax",
+    target: Target | None = None,
+) -> list[str]:
     """Write an aligned draft to the new folder ``out``; ``file`` is what it was made from. See
     ``write_draft``."""
     tensors = tensors_of_weights(draft.config, draft.weights)
-    return write_draft(out, draft.config, tensors, draft.ids, to=to, source=file.raw)
+    return write_draft(out, draft.config, tensors, draft.ids, to=to, target=target, source=file.raw)

@@ -141,6 +141,18 @@ def test_another_form_keeps_the_basis_and_refuses_a_second_alignment(tmp_path):
     assert "feature_map.weight" in tensors_of_file(read_draft(_written(tmp_path / "y", done, file)))
 
 
+def test_a_form_that_leaves_the_embedding_to_the_target_cannot_hold_an_aligned_draft(tmp_path):
+    turned = rotate_target(make_target(target_config(num_layers=4), seed=6), Rotation("random", H))
+    config = draft_config(turned.config, aux=(2, 3, 4))
+    weights = tensors_of_weights(config, make(config, seed=5).weights)
+    write_draft(tmp_path / "draft", config, weights, None, to="eaglejax")
+    file = read_draft(tmp_path / "draft")
+    done = align_file(file, turned, turned.rotation)
+    with pytest.raises(ConfigError, match="embedding differs from the target's and the sglang form cannot"):
+        write_aligned(tmp_path / "out", done, file, to="sglang", target=turned)
+    assert not (tmp_path / "out").exists()
+
+
 def _written(out, done, file):
     write_aligned(out, done, file)
     return out
