@@ -35,9 +35,9 @@ class QuantArray:
     ``kernels_pallas.quant_matmul.pack_int4``). ``scale`` f32 [..., O], or [..., G, O] for G groups of
     consecutive input rows. ``activation``: "dynamic", "static" or None (float). ``input_scale``,
     ``input_offset``: f32 scalars of static activations, ``x_q = round(x / input_scale + input_offset)``;
-    without an offset they are symmetric. ``offset_sums`` f32 [..., O]: what an offset of one adds to the
-    product of a column, ``column_sums(self)``; None computes it in every forward. ``smooth`` f32 [I] divides
-    the input first, None for ones.
+    without an offset they are symmetric. A token whose input is not finite gets NaN. ``offset_sums`` f32
+    [..., O]: what an offset of one adds to the product of a column, ``column_sums(self)``; None computes it
+    in every forward. ``smooth`` f32 [I] divides the input first, None for ones.
 
     ``transposed``: the matrix it stands for is the transpose, a table [O, I] whose rows can be looked up and
     that multiplies as a tied head; ``values`` and ``scale`` are laid out the same. ``dtype``: of the matrix
@@ -193,7 +193,9 @@ class QuantArray:
             steps = jnp.clip(jnp.round(steps), -127, 127)
         else:
             steps = jnp.clip(jnp.round(steps + self.input_offset), -128, 127)
-        return steps.astype(jnp.int8), jnp.broadcast_to(self.input_scale, x.shape[:-1])
+        # An integer cannot say that a number was none; the scale of its row can.
+        sound = jnp.isfinite(x).all(-1)
+        return steps.astype(jnp.int8), jnp.where(sound, self.input_scale, jnp.nan)
 
     def _offset_terms(self) -> jax.Array:
         """What the input's offset added to every product, f32 [..., O]."""

@@ -10,13 +10,14 @@ from kernels_pallas.errors import require
 def quantize_per_token(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Symmetric int8 of each row: float [..., K] to int8 [..., K] and float32 scales [...].
 
-    The largest magnitude of a row maps to 127; a row of zeros gets scale 1. `x ~ int8 * scale`. A row's
+    The largest magnitude of a row maps to 127; a row of zeros gets scale 1, and one that holds a number that
+    is not finite a scale that is not, so that its products are not either. `x ~ int8 * scale`. A row's
     result does not depend on how many rows there are: compilers turn divisions into products with reciprocals
     or not as the shapes suggest, and change the last bit, so that the reciprocals are written out here.
     """
     wide = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=-1) * np.float32(1 / 127)
-    scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1.0)
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     return jnp.round(wide * (1 / scale)[..., None]).astype(jnp.int8), scale
 
 

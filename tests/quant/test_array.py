@@ -173,6 +173,20 @@ def test_a_row_of_zeros_gives_zeros() -> None:
         np.testing.assert_allclose(multiply(x, make(name)), 0.0, atol=1e-5)
 
 
+@each_scheme
+def test_a_token_that_is_not_finite_stays_so_and_stays_alone(name: str) -> None:
+    """Integers have no NaN: without care a token that cannot be computed would become a sound one."""
+    weight, stack, x = make(name), make(name, lead=(EXPERTS,)), inputs(3)
+    sizes = np.array([1, 1, 1], np.int32)
+    for bad in (np.nan, np.inf):
+        broken = x.copy()
+        broken[1, 5] = bad
+        for run, args in ((multiply, (weight,)), (jax.jit(grouped_linear), (stack, sizes))):
+            got, want = (np.asarray(run(x_, *args)) for x_ in (broken, x))
+            assert not np.isfinite(got[1]).any()
+            np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
+
+
 def test_the_sums_of_an_offset_may_be_left_out() -> None:
     weight, x = make("w8a8-static-offset"), jnp.asarray(inputs(3))
     assert weight.offset_sums is not None
