@@ -7,6 +7,7 @@ import functools
 import itertools
 from typing import Any
 
+import hf_export
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from loop_tools import full_forward, lively, tiny_config, tiny_target
 
 from eaglejax.checkpoint.eagle import bind
+from eaglejax.checkpoint.tables import leaf_paths, unflatten
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import init_eagle
 from eaglejax.errors import ConfigError
@@ -30,7 +32,10 @@ from eaglejax.quant import (
     quantize_array,
     quantize_target,
 )
+from eaglejax.quant.calibrate import weight_paths
 from eaglejax.quant.rotate import rotate_target
+from eaglejax.quant.schemes import DEFAULT_EXCLUDE
+from eaglejax.quant.smooth import plan_smoothing
 
 TOKENS = np.random.default_rng(7).integers(0, 32, (1, 20))
 W8A8, W4A8, W8A16 = get_scheme("w8a8"), get_scheme("w4a8"), get_scheme("w8a16")
@@ -228,6 +233,27 @@ def test_smoothing_divides_at_the_input_where_a_reader_stays_float() -> None:
     plain = quantize_target(target, dataclasses.replace(plan, smooth=None))
     want = logits(target)
     assert np.abs(logits(smooth) - want).mean() < 0.7 * np.abs(logits(plain) - want).mean()
+
+
+@pytest.mark.parametrize("name", ["llama_biased", "gemma3", "qwen3_moe"])
+def test_smoothing_alone_changes_no_logit(name: str) -> None:
+    """Biases; norms that store w of 1 + w; experts beside a router that stays float, or does not."""
+    _, config, params = hf_export.build(name)
+    target = Target(config=config, params=params, dtype=np.dtype("float32"), context=config.max_position)
+    found = calibrate(target, [TOKENS[0].tolist()], width=20)
+    want = logits(target)
+    leaves, paths = leaf_paths(params), weight_paths(config, params)
+    for exclude in (DEFAULT_EXCLUDE, ("embed", "head"), ("*.k", "*.up", "embed", "head")):
+        plan = Plan(W8A8, exclude=exclude, smooth=0.5)
+        smoothing = plan_smoothing(leaves, config, plan, found, paths)
+        assert smoothing.rows
+        changed = {
+            path: smoothing.vectors.get(path, smoothing.weight(path, leaf)) for path, leaf in leaves.items()
+        }
+        moved = [path for path, leaf in leaves.items() if not np.array_equal(changed[path], leaf)]
+        assert moved
+        turned = dataclasses.replace(target, params=unflatten(params, jax.tree.map(jnp.asarray, changed)))
+        np.testing.assert_allclose(logits(turned), want, rtol=0, atol=2e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("tied", [False, True])
