@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +20,8 @@ from eaglejax.errors import EaglejaxError
 if TYPE_CHECKING:
     from eaglejax.models.target import Target
     from eaglejax.train.prepare import Data
-    from eaglejax.train.settings import DataSettings
+    from eaglejax.train.samples import Sample
+    from eaglejax.train.settings import DataSettings, TrainSettings
     from eaglejax.train.sweep import Point
 
 
@@ -45,12 +48,13 @@ class Sweep:
         from eaglejax.devices import machine
         from eaglejax.train.features import fingerprint
         from eaglejax.train.sweep import read_sweep, run_key, write_json
+        from eaglejax.train.writing import write_text
 
         points = read_sweep(self.config, self.overrides, self.grid)
         base = points[0].settings
         with show.status(f"loading {base.target}"):
             target = load_target(base.target, dtype=base.target_dtype, quant=base.target_quant)
-        session = _Session(target, Path(base.out))
+        session = _Session(target, Path(base.out), [point.settings for point in points])
         mark = fingerprint(target)
         keys = [run_key(point.settings, mark) for point in points]
         if self.plan:
@@ -76,7 +80,7 @@ class Sweep:
         if runs:
             table = result_table(runs)
             write_json(session.out / "sweep.json", report)
-            (session.out / "sweep.txt").write_text(as_text(table), encoding="utf-8")
+            write_text(session.out / "sweep.txt", as_text(table))
             self._show(report, table)
         elif self.json:
             show.print_json(report)
@@ -91,10 +95,11 @@ class Sweep:
 
 
 class _Session:
-    """The runs of one sweep: the target is loaded once, data of the same settings are read once."""
+    """The runs of one sweep: the target is loaded once, data of the same settings are read once, and all
+    drafts are compared on the same prompts."""
 
-    def __init__(self, target: Target, out: Path) -> None:
-        self.target, self.out = target, out
+    def __init__(self, target: Target, out: Path, runs: Sequence[TrainSettings]) -> None:
+        self.target, self.out, self._runs = target, out, runs
         self._data: dict[DataSettings, Data] = {}
 
     def folder(self, key: str) -> Path:
@@ -110,6 +115,18 @@ class _Session:
                 self._data[settings] = prepare_data(settings, self.target)
         return self._data[settings]
 
+    @functools.cached_property
+    def prompts(self) -> list[Sample]:
+        """The prompts that drafts are compared on; data that cannot be read are their own run's error."""
+        from eaglejax.train.sweep import common_prompts
+
+        held, shares = [], []
+        for settings in self._runs:
+            with contextlib.suppress(EaglejaxError):
+                held.append(self.data(settings.data).prompts)
+                shares.append(settings.data.validation)
+        return common_prompts(held, shares, self._runs[0].run.decode_prompts)
+
     def plan(self, point: Point, key: str) -> dict[str, Any]:
         """What a run would be."""
         from eaglejax.train.plan import make_plan
@@ -120,7 +137,9 @@ class _Session:
         return {"key": key, "values": point.values, "finished": done, "plan": plan.to_json()}
 
     def result(self, point: Point, key: str, *, timed: bool) -> dict[str, Any] | None:
-        """Train and measure one point, or read what an earlier call found; None when it was interrupted."""
+        """Train and measure one point, or read what an earlier call found; None when it was interrupted.
+
+        A draft that was compared on other prompts, before the grid had other data, is decoded again."""
         from eaglejax.checkpoint.eagle import load_draft
         from eaglejax.checkpoint.eagle_read import read_draft
         from eaglejax.cli.train import progress
@@ -128,19 +147,19 @@ class _Session:
         from eaglejax.train import evaluate
         from eaglejax.train.cost import draft_cost
         from eaglejax.train.prepare import prepare_draft
-        from eaglejax.train.sweep import read_result, write_result
+        from eaglejax.train.sweep import prompts_digest, read_result, write_result
         from eaglejax.train.trainer import Trainer
 
         folder = self.folder(key)
-        found = read_result(folder)
-        if found is not None and (not timed or found["propose_ms"] is not None):
+        found, asked = read_result(folder), prompts_digest(self.prompts)
+        compared = found is not None and found.get("prompts") == asked
+        if found is not None and compared and (not timed or found["propose_ms"] is not None):
             show.print_note(f"finished before, in {folder}")
             return found
         settings = dataclasses.replace(point.settings, out=str(folder))
-        data, run = self.data(settings.data), settings.run
-        if not data.validation:
-            raise EaglejaxError("no sample is held out to compare drafts on; raise data.validation")
+        run = settings.run
         if found is None:
+            data = self.data(settings.data)
             with show.status("setting up the draft"):
                 draft = prepare_draft(settings, self.target, data)
             with progress(settings) as notify:
@@ -149,13 +168,13 @@ class _Session:
                 return None
         shape = read_draft(folder / "draft").config
         bound = load_draft(folder / "draft", self.target, tree=chain(run.decode_depth))
-        prompts = data.validation[: run.decode_prompts]
-        if found is None:
-            stats = evaluate.decode_with(self.target, bound, prompts, tokens=run.decode_tokens)
+        if found is None or not compared:
+            stats = evaluate.decode_with(self.target, bound, self.prompts, tokens=run.decode_tokens)
             found = {
                 "key": key,
                 "values": point.values,
                 "folder": str(folder),
+                "prompts": asked,
                 "tau": stats.mean_acceptance_length,
                 "per_position_acceptance_rate": stats.per_position_acceptance_rate,
                 "n_alpha": stats.n_alpha,
@@ -164,7 +183,9 @@ class _Session:
                 **dataclasses.asdict(draft_cost(shape, self.target.dtype)),
             }
         found |= {
-            "propose_ms": self._propose_ms(bound, prompts[0].prompt, run.decode_tokens) if timed else None
+            "propose_ms": self._propose_ms(bound, self.prompts[0].prompt, run.decode_tokens)
+            if timed
+            else found.get("propose_ms")
         }
         write_result(folder, found)
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -12,40 +12,27 @@ from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_unroll import StepAttention, step_attention
 from eaglejax.errors import ConfigError
 
-Choice = Literal["auto", "plain", "linear"]
+_LEAST_CHUNK = 64
+"""Queries that are handled together on a CPU, at least."""
 
 
 def training_attention(
-    choice: Choice, config: EagleConfig, documents: jax.Array, *, remat: bool, mesh: Mesh | None = None
+    config: EagleConfig, documents: jax.Array, *, remat: bool, mesh: Mesh | None = None
 ) -> StepAttention:
     """The attention of ``unroll`` over packed ``documents`` [B, T].
 
-    "plain" holds the weights [B, Hq, T, T] of every chain step until the backward pass, with ``remat`` those
-    of one step at a time. "linear" (``kernels_pallas.ttt_attention``) never holds them; with several devices
-    in ``mesh`` each computes its own rows. "auto": plain on a CPU and where layers have windows, which
-    "linear" does not know. Raises ConfigError for "linear" with windows.
+    On a CPU, and for drafts with windows, it is ``step_attention``, which holds the weights [B, Hq, T, T] of
+    every chain step until the backward pass. Elsewhere, and with ``remat``, it is
+    ``kernels_pallas.ttt_attention``, which computes them anew there, a few queries at a time; with several
+    devices in ``mesh`` each takes its own rows. Raises ConfigError for ``remat`` with windows, which that one
+    does not know.
     """
     windows = any(config.window(layer) is not None for layer in range(config.num_layers))
-    if choice == "auto":
-        choice = "plain" if windows or jax.default_backend() == "cpu" else "linear"
-    if choice == "plain":
-        return _recomputed if remat else step_attention
-    if windows:
-        raise ConfigError("run.attention = 'linear' knows no windows, which this draft has; use 'plain'")
+    if remat and windows:
+        raise ConfigError("run.remat is set, and attention with windows, as this draft has, cannot do it")
+    if windows or (jax.default_backend() == "cpu" and not remat):
+        return step_attention
     return functools.partial(_linear, documents, mesh)
-
-
-def _recomputed(
-    q: jax.Array,
-    keys: list[jax.Array],
-    values: list[jax.Array],
-    base: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-) -> jax.Array:
-    attend = functools.partial(step_attention, scale=scale, window=window)
-    return jax.checkpoint(attend)(q, keys, values, base)
 
 
 def _linear(
@@ -63,10 +50,14 @@ def _linear(
     # Importing Pallas takes a third of a second, which those who do not use it are spared.
     from kernels_pallas.ttt_attention import ttt_attention
 
+    options: dict[str, Any] = {}
+    if jax.default_backend() == "cpu":
+        options = {"implementation": "xla", "block_q": max(_LEAST_CHUNK, -(-q.shape[1] // 4))}
+
     def attend(
         q: jax.Array, keys: list[jax.Array], values: list[jax.Array], documents: jax.Array
     ) -> jax.Array:
-        return ttt_attention(q, keys, values, document_ids=documents, scale=scale)
+        return ttt_attention(q, keys, values, document_ids=documents, scale=scale, **options)
 
     if mesh is not None and mesh.size > 1:
         # A kernel is one opaque call, which the partitioner would run on all rows everywhere.

@@ -22,7 +22,7 @@ from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import Request
 from eaglejax.speculate.metrics import Stats, total
-from eaglejax.train.attention import Choice, training_attention
+from eaglejax.train.attention import training_attention
 from eaglejax.train.batch import Batch
 from eaglejax.train.decode import decode_requests
 from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, trained_rows
@@ -36,7 +36,7 @@ def make_evaluation(
     head: Head,
     *,
     compute_dtype: Any,
-    attention: Choice = "auto",
+    remat: bool = False,
     mesh: Mesh | None = None,
 ) -> Callable[[Weights, Batch], Metrics]:
     """The jitted metrics of one batch [B, T, ...], without noise; the options as in ``make_update``."""
@@ -46,7 +46,7 @@ def make_evaluation(
         cast = eagle_model.cast(weights, compute_dtype)
         rows = trained_rows(objective, head, batch)
         params = dataclasses.replace(frozen, weights=cast)
-        attend = training_attention(attention, config, batch.documents, remat=False, mesh=mesh)
+        attend = training_attention(config, batch.documents, remat=remat, mesh=mesh)
         return objective_loss(params, config, objective, head, batch, rows, attention=attend)[1]
 
     return lambda weights, batch: measure(weights, batch, frozen, head)

@@ -103,10 +103,9 @@ class OptimizerSettings:
 class RunSettings:
     """``updates``: optimiser steps in all. An update sees ``rows`` packed rows, ``accumulate`` times.
     ``features``: "online", or a folder made by ``eaglejax features``. ``compute_dtype``: of activations and
-    of the weights' copy in the forward; masters are float32. ``attention``: "plain" keeps the weights [heads,
-    T, T] of each chain step for the backward pass, "linear" takes memory linear in T (on a GPU or TPU by the
-    kernel), "auto" is plain on a CPU and for drafts with windows. ``remat``: plain attention computes its
-    weights again in the backward pass instead of keeping them. ``save_every``, ``evaluate_every``,
+    of the weights' copy in the forward; masters are float32. ``remat``: attention's weights [heads, T, T] of
+    each chain step are computed again in the backward pass instead of kept (always so on a GPU or TPU, where
+    a kernel does it, but for drafts with windows). ``save_every``, ``evaluate_every``,
     ``log_every``: in updates. ``keep``: latest checkpoints that stay beside the best one. ``most_skipped``:
     consecutive updates that may be skipped for NaN before the run stops. ``decode_prompts``: held-out prompts
     that each evaluation decodes for the real tau (0: none), to ``decode_tokens`` tokens with a chain of
@@ -117,7 +116,6 @@ class RunSettings:
     accumulate: int = 1
     features: str = "online"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    attention: Literal["auto", "plain", "linear"] = "auto"
     remat: bool = False
     seed: int = 0
     save_every: int = 200

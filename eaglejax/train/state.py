@@ -17,7 +17,7 @@ from eaglejax import pytree
 from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import EagleParams, Weights
-from eaglejax.train.attention import Choice, training_attention
+from eaglejax.train.attention import training_attention
 from eaglejax.train.batch import Batch
 from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, trained_rows
 
@@ -92,7 +92,6 @@ def make_update(
     *,
     compute_dtype: Any,
     seed: int,
-    attention: Choice = "auto",
     remat: bool = False,
     mesh: Mesh | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, UpdateReport]]:
@@ -102,14 +101,14 @@ def make_update(
     that accumulation, devices and padding leave loss and gradient as they are. ``frozen``: what is not
     trained (the target's embedding, and its head where the draft does not train one); its ``weights`` are
     ignored. An update whose loss or gradient is not finite, or that trains no row, changes nothing but the
-    counters. ``attention``, ``remat``: see ``training_attention``; ``mesh``: the devices that share the rows.
+    counters. ``remat``: see ``training_attention``; ``mesh``: the devices that share the rows.
     """
 
     def loss_of(
         weights: Weights, frozen: EagleParams, head: Head, batch: Batch, rows: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         cast = eagle_model.cast(weights, compute_dtype)
-        attend = training_attention(attention, config, batch.documents, remat=remat, mesh=mesh)
+        attend = training_attention(config, batch.documents, remat=remat, mesh=mesh)
         params = dataclasses.replace(frozen, weights=cast)
         return objective_loss(params, config, objective, head, batch, rows, key, attend)
 

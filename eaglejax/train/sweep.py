@@ -20,7 +20,9 @@ from typing import Any
 from eaglejax.checkpoint.eagle import draft_folder
 from eaglejax.checkpoint.files import read_json
 from eaglejax.errors import ConfigError
+from eaglejax.train.curate import place
 from eaglejax.train.prepare import STARTS
+from eaglejax.train.samples import Sample, prompt_digest
 from eaglejax.train.settings import TrainSettings, override, parse, read_toml, to_toml
 from eaglejax.train.writing import write_text
 
@@ -168,6 +170,26 @@ def draft_digest(spec: str) -> str:
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
+
+
+def common_prompts(held: Sequence[Sequence[Sample]], shares: Sequence[float], count: int) -> list[Sample]:
+    """``count`` prompts that no run of a sweep trains on, the same for all runs, so that their tau compares.
+
+    ``held``: the held-out prompts of each run's data, ``shares`` its share of them. A hash decides what is
+    held out, so those below the smallest share are held out by all; they come in the order of the hash.
+    Raises ConfigError for none.
+    """
+    least = min(shares, default=0.0)
+    found = {s.group: s for samples in held for s in reversed(samples) if place(s) < least}
+    if not found:
+        raise ConfigError("no sample is held out to compare drafts on; raise data.validation")
+    return [found[group] for group in sorted(found)[:count]]
+
+
+def prompts_digest(prompts: Sequence[Sample]) -> str:
+    """SHA-256 over the prompts, 32 hexadecimal digits."""
+    text = " ".join(prompt_digest(sample.prompt) for sample in prompts)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:

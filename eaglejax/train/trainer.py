@@ -104,7 +104,6 @@ class Trainer:
             head,
             compute_dtype=dtype,
             seed=run.seed,
-            attention=run.attention,
             remat=run.remat,
             mesh=self.mesh,
         )
@@ -114,7 +113,7 @@ class Trainer:
             frozen,
             head,
             compute_dtype=dtype,
-            attention=run.attention,
+            remat=run.remat,
             mesh=self.mesh,
         )
         self._rate = schedule(settings.optimizer, run.updates)

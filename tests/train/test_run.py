@@ -4,21 +4,26 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_model import VOCAB
 from train_tools import leaves_equal
 
 from eaglejax.api import generate
 from eaglejax.checkpoint.eagle import load_draft
 from eaglejax.drafts.tree import chain
-from eaglejax.errors import EaglejaxError, MismatchError
+from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
 from eaglejax.train import trainer as module
+from eaglejax.train.curate import place
 from eaglejax.train.objectives import Objective
 from eaglejax.train.optimizers import optimizer
 from eaglejax.train.prepare import prepare_data, prepare_draft
 from eaglejax.train.run_checkpoints import RunCheckpoints
+from eaglejax.train.samples import make_sample, read_samples
 from eaglejax.train.settings import (
     DataSettings,
     DraftSettings,
@@ -149,6 +154,61 @@ def test_a_killed_run_goes_on_bit_for_bit(prepared, whole, target, tmp_path):
     assert rates_of(other)[6] == rates_of(settings)[6]
 
 
+TWO_DEVICES = """
+import dataclasses
+import sys
+
+import jax
+import test_run as t
+from eaglejax.checkpoint.target import load_target
+from eaglejax.train.prepare import prepare_data, prepare_draft
+from eaglejax.train.trainer import Trainer
+
+
+class Watched(Trainer):
+    def _place(self, batches):
+        placed = super()._place(batches)
+        for array in (placed.tokens, placed.aux):
+            assert len({s.device for s in array.addressable_shards}) == 2
+            assert array.addressable_shards[0].data.shape[:2] == (1, 1)
+        return placed
+
+
+folder, rows, out = sys.argv[1:]
+target = load_target(folder, dtype="float32")
+settings = t.settings_for(folder, rows, out, decode_prompts=0, remat=True)
+data = prepare_data(settings.data, target)
+draft = prepare_draft(settings, target, data)
+run = Watched(settings, target, dataclasses.replace(data, validation=[]), draft)
+assert all(len(x.devices()) == 2 for x in jax.tree.leaves(run.target.params))
+assert run.run().updates == 7
+"""
+
+
+def test_two_devices_do_what_one_does(whole, folder, rows_file, tmp_path):
+    """In a process of its own: how many devices a CPU has is settled when jax starts. The other run kept its
+    attention's weights, this one computes them anew on each device."""
+    script, out = tmp_path / "two.py", tmp_path / "run"
+    script.write_text(TWO_DEVICES)
+    here = Path(__file__).parent
+    env = os.environ | {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
+        "PYTHONPATH": os.pathsep.join(map(str, (here, here.parent, here.parent.parent))),
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, str(script), str(folder), str(rows_file), str(out)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (
+        {row["update"]: row for row in read_log(place) if "train/loss" in row}
+        for place in (whole[0].out, out)
+    )
+    assert list(one) == list(two) == [2, 4, 6, 7]
+    for update, row in one.items():
+        for name in ("train/loss", "train/rows", "gradient_norm"):
+            np.testing.assert_allclose(two[update][name], row[name], rtol=2e-3)
+
+
 def whole_folder(settings):
     return Path(settings.out) / "checkpoints"
 
@@ -207,3 +267,43 @@ def test_a_document_with_nan_features_is_left_out_and_a_hopeless_run_stops(
     )
     with pytest.raises(EaglejaxError, match="2 updates in a row"):
         Trainer(stopping, target, dataclasses.replace(data, validation=[]), draft).run()
+    # An update that was left out has no loss to tell.
+    (only,) = read_log(stopping.out)
+    assert only["skipped_updates"] == 1
+    assert not [name for name in only if name.startswith("train/")]
+
+
+def sample_of(prompt, answer):
+    return make_sample([*prompt, *answer], [False] * len(prompt) + [True] * len(answer), "s", VOCAB)
+
+
+def test_prompts_that_are_decoded_are_held_out_whole_and_can_be_asked(prepared, target, tmp_path):
+    settings, _, draft = prepared
+    rows = [
+        {"prompt_ids": list(range(5, 9)), "completion_ids": list(range(10, 150))},
+        {"input_ids": list(range(20, 40)), "loss_mask": [1] * 20},
+        {"prompt_ids": [7] * 600, "completion_ids": [5, 6, 7]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # By the hash of their prompts the three are held out at this share, and a fourth is not.
+    share = max(map(place, read_samples(path, target.tokenizer, vocab_size=VOCAB)[0])) + 1e-9
+    with path.open("a") as file:
+        kept = next(n for n in range(99) if place(sample_of([n, n], [5, 6])) > share)
+        file.write(json.dumps({"prompt_ids": [kept, kept], "completion_ids": [5, 6]}) + "\n")
+    source = dataclasses.replace(settings.data, train=(SourceFile(str(path)),), validation=share)
+    data = prepare_data(source, target)
+    assert len(data.train) == 1
+    assert len(data.validation) > 4
+    assert [p.ids.tolist() for p in data.prompts] == [[*range(5, 9), *range(10, 150)]]
+    data = dataclasses.replace(data, prompts=[])
+    with pytest.raises(ConfigError, match="no prompt is held out"):
+        Trainer(settings, target, data, draft)
+
+
+def test_a_draft_is_replaced_without_leftovers(prepared, target, tmp_path):
+    settings, _, draft = prepared
+    for _ in range(2):
+        export(tmp_path / "draft", draft, draft.weights, settings, dtype="float32")
+        assert [p.name for p in tmp_path.iterdir()] == ["draft"]
+    assert load_draft(tmp_path / "draft", target)

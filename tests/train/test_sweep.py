@@ -10,8 +10,18 @@ from train_tools import EXPERTS, draft_config
 from eaglejax.drafts.eagle_model import init_eagle
 from eaglejax.errors import ConfigError
 from eaglejax.train.cost import draft_cost
+from eaglejax.train.curate import split_validation
+from eaglejax.train.samples import Sample
 from eaglejax.train.settings import SourceFile
-from eaglejax.train.sweep import read_result, read_sweep, run_key, short, write_result
+from eaglejax.train.sweep import (
+    common_prompts,
+    prompts_digest,
+    read_result,
+    read_sweep,
+    run_key,
+    short,
+    write_result,
+)
 
 RUN = """
 out = "runs/s"
@@ -120,6 +130,26 @@ def test_a_run_that_goes_on_from_a_draft_follows_the_drafts_files(tmp_path):
     key = run_key(point.settings, "model")
     (tmp_path / "draft" / "model.safetensors").write_bytes(b"weights")
     assert run_key(point.settings, "model") != key
+
+
+def test_drafts_are_compared_on_prompts_that_no_run_trains_on():
+    def talk(first, *later):
+        ids = np.asarray([first, *later], np.int32)
+        return Sample(ids, np.arange(len(ids)) == len(ids) - 1, f"{first}")
+
+    code, chat = ([talk(base + n, 1) for n in range(60)] for base in (0, 100))
+    wide, narrow = (split_validation(code + chat, share)[1] for share in (0.5, 0.2))
+    some = split_validation(code, 0.5)[1]
+    found = common_prompts([some, wide, narrow], [0.5, 0.5, 0.2], 4)
+    assert len(found) == 4
+    assert {s.name for s in found} <= {s.name for s in narrow}
+    # Other files on the grid, or another order, ask the same prompts as long as they hold them.
+    assert found == common_prompts([narrow[::-1], wide], [0.2, 0.5], 4)
+    assert prompts_digest(found) != prompts_digest(common_prompts([some], [0.5], 4))
+    later = dataclasses.replace(talk(0, 1, 2), conversation=code[0].group)
+    assert common_prompts([[code[0], later]], [1.0], 9) == [code[0]]
+    with pytest.raises(ConfigError, match="no sample is held out"):
+        common_prompts([wide, []], [0.5, 0.0], 4)
 
 
 def test_a_run_is_finished_when_its_result_stands(tmp_path):
