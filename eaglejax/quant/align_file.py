@@ -20,7 +20,7 @@ from eaglejax.checkpoint.eagle_read import DraftFile
 from eaglejax.checkpoint.eagle_write import FormName, tensors_of_weights, write_draft
 from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import Weights
-from eaglejax.errors import ConfigError
+from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.models.target import Target
 from eaglejax.quant.align import (
     check_alignable,
@@ -32,6 +32,10 @@ from eaglejax.quant.align import (
 from eaglejax.quant.basis import Basis
 from eaglejax.quant.detect import check_rotation
 from eaglejax.quant.online import plain
+from eaglejax.quant.rotate import norm_weight
+
+NORM_ERROR = 0.02
+"""How far an exported norm may be from the original's, over its largest weight; bfloat16 takes 0.004."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +67,13 @@ def align_file(
     if original is not None:
         embed = original.params["embed"]
         check_rotation(embed, target, basis, whose=f"the embedding of {original.name}", sure=True)
+        gamma = norm_weight(original.params["norm"], original.config)
+        most = NORM_ERROR * np.max(np.abs(gamma))
+        if basis.gamma is not None and not np.allclose(basis.gamma, gamma, rtol=0, atol=most):
+            raise MismatchError(
+                f"the weight of the final norm that {target.name} exports beside its rotation is not that of "
+                f"{original.name}; leave it out of the file, and the original's will be used"
+            )
     if "embed" in weights:
         check_rotation(weights["embed"], target, basis, whose="the draft's embedding")
     changes: dict[str, Any] = {"basis": basis.id}

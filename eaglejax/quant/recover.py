@@ -14,6 +14,7 @@ from eaglejax.errors import MismatchError
 from eaglejax.models.target import Target
 from eaglejax.quant.basis import Basis
 from eaglejax.quant.detect import table_rows
+from eaglejax.quant.rotate import norm_weight
 
 ROWS = 1 << 15
 """Embedding rows that are fitted, spread over the vocabulary."""
@@ -64,6 +65,5 @@ def recover_basis(original: Target, rotated: Target) -> Recovered:
     if np.max(np.abs(q - np.eye(len(q)))) < 1e-3:
         # Norms may have been folded all the same, which turns nothing.
         q = np.eye(len(q))
-    norm = np.asarray(original.params["norm"]).astype(np.float32)
-    gamma = norm + np.float32(1.0) if original.config.norm_offset else norm
-    return Recovered(Basis(q.astype(np.float32), gamma), error, len(ids))
+    gamma = norm_weight(original.params["norm"], original.config)
+    return Recovered(Basis(q.astype(np.float32), gamma.astype(np.float32)), error, len(ids))

@@ -148,7 +148,7 @@ def rotate_target(
         )
         if q.shape != (config.hidden_size,) * 2:
             raise ConfigError(f"a rotation of {q.shape} does not fit a hidden size of {config.hidden_size}")
-        basis = Basis(q.astype(np.float32), _gamma(params["norm"], config).astype(np.float32))
+        basis = Basis(q.astype(np.float32), norm_weight(params["norm"], config).astype(np.float32))
         config, params = _residual(config, params, q)
     if r2:
         params = params | {"layers": [_values(layer, config) for layer in params["layers"]]}
@@ -163,8 +163,8 @@ def rotate_target(
     )
 
 
-def _gamma(weight: Any, config: ModelConfig) -> np.ndarray:
-    """What a norm multiplies by, f64 [H]."""
+def norm_weight(weight: Any, config: ModelConfig) -> np.ndarray:
+    """What a norm of a model of ``config`` multiplies by, f64 [H]."""
     return _wide(weight) + (1.0 if config.norm_offset else 0.0)
 
 
@@ -203,7 +203,11 @@ def _residual(config: ModelConfig, params: Any, q: np.ndarray) -> tuple[ModelCon
         return jnp.full_like(weight, 0.0 if config.norm_offset else 1.0)
 
     def layer(old: Any) -> Any:
-        new, before, between = dict(old), _gamma(old["attn_norm"], config), _gamma(old["mlp_norm"], config)
+        new, before, between = (
+            dict(old),
+            norm_weight(old["attn_norm"], config),
+            norm_weight(old["mlp_norm"], config),
+        )
         new |= {"attn_norm": plain(old["attn_norm"]), "mlp_norm": plain(old["mlp_norm"])}
         new |= {name: reads(old[name], before) for name in "qkv"}
         new |= {name: reads(old[name], between) for name in ("gate", "up", "router") if name in old}
@@ -224,7 +228,7 @@ def _residual(config: ModelConfig, params: Any, q: np.ndarray) -> tuple[ModelCon
         "embed": writes(params["embed"]),
         "layers": [layer(old) for old in params["layers"]],
         "norm": plain(params["norm"]),
-        "head": reads(head, _gamma(params["norm"], config)),
+        "head": reads(head, norm_weight(params["norm"], config)),
     }
     online = config.sandwich_norms and not identity
     if online:

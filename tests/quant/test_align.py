@@ -235,6 +235,9 @@ def test_a_matrix_that_is_not_the_targets_rotation_is_refused(tmp_path):
     other = make_target(target_config(num_layers=3), seed=9)
     with pytest.raises(MismatchError, match="is not what random llama was rotated from"):
         align_file(borrower, rotated(), rotated().rotation, original=other)
+    folded = Basis(rotated().rotation.matrix, np.ones(H, np.float32))
+    with pytest.raises(MismatchError, match=r"weight of the final norm .* is not that of random llama"):
+        align_file(borrower, rotated(), folded, original=original())
     # Trained away from the target's, an embedding says nothing either way.
     align_file(read_draft(_with_other_embedding(tmp_path / "trained", own)), target, target.rotation)
 
