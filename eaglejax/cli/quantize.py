@@ -186,6 +186,8 @@ class Quantize:
             raise ConfigError("--rot-block-size goes with --rotate block, which needs it")
         if kind is None and self.seed is not None:
             raise ConfigError("--seed draws the rotation, and none is asked for; see --rotate")
+        if self.seed is not None and self.seed < 0:
+            raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
         return kind
 
     def _rotated(self, target: ej.Target, kind: Turn | None) -> ej.Target:

@@ -39,7 +39,8 @@ class Rotation:
     ``kind``: ``hadamard``, the Hadamard matrix of that order behind random signs; ``random``, uniform over
     the orthogonal group (QR of a Gaussian, Mezzadri 2007); ``block``, Hadamard matrices of order ``block``
     along the diagonal behind random signs; ``identity``, nothing is turned and norms are folded alone.
-    ``seed`` of signs and Gaussian. Raises ConfigError for a size without such a matrix.
+    ``seed`` of signs and Gaussian. Raises ConfigError for a size without such a matrix and a seed
+    below 0.
     """
 
     kind: Kind
@@ -50,6 +51,8 @@ class Rotation:
     def __post_init__(self) -> None:
         if self.kind not in ("hadamard", "random", "block", "identity"):
             raise ConfigError(f"rotation {self.kind!r} is not known; use hadamard, random, block or identity")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"the seed of a rotation is {self.seed!r}; it is a whole number of 0 or more")
         if (self.kind == "block") != (self.block is not None):
             raise ConfigError("a block size goes with a block rotation, and a block rotation needs one")
         order = self.size

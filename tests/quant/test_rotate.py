@@ -133,6 +133,8 @@ def test_what_cannot_be_rotated_is_refused():
         rotate_target(plain, Rotation("random", 16))
     with pytest.raises(ConfigError, match="no rotation"):
         rotate_target(plain, np.eye(H) * 1.1)
+    with pytest.raises(ConfigError, match="seed of a rotation is -1"):
+        Rotation("random", H, seed=-1)
     with pytest.raises(ConfigError, match="random or a block"):
         Rotation("hadamard", 92)
     with pytest.raises(ConfigError, match="do not divide"):

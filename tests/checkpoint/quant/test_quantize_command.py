@@ -142,6 +142,7 @@ def test_nothing_is_written_where_that_is_asked_for(model, run, tmp_path):
             "--calib-samples counts prompts",
         ),
         (["--quant-type", "w8a8", "--seed", "3"], "--seed draws the rotation, and none is asked for"),
+        (["--quant-type", "w8a8", "--use-rot", "True", "--seed", "-1"], "--seed is -1"),
         (["--quant-type", "w8a8f8", "--format", "modelslim"], "modelslim form has no place for an fp8 cache"),
         (["--quant-type", "w8a8c8", "--format", "compressed-tensors"], "no place for an int8 cache"),
         (["--quant-type", "w8a8", "--online-rot", "--format", "modelslim"], "no place for online rotations"),
