@@ -23,8 +23,9 @@ from eaglejax.checkpoint.files import read_json
 from eaglejax.cli import show
 from eaglejax.cli.run import run_command
 from eaglejax.cli.sweep import Sweep
+from eaglejax.train.prepare import STARTS
 from eaglejax.train.settings import TrainSettings
-from eaglejax.train.sweep import read_sweep, short
+from eaglejax.train.sweep import draft_digest, read_sweep, short
 from experiments import record
 
 
@@ -79,12 +80,16 @@ def plain(value: Any) -> bool:
 
 
 def without_places(settings: TrainSettings) -> dict[str, Any]:
-    """The settings with files by name and content, and without the run's folder."""
+    """The settings with files and the draft that is gone on from by name and content, without folders."""
     table = json.loads(json.dumps(dataclasses.asdict(settings)))
     del table["out"]
     data = table["data"]
     data["train"] = [{**_file(source.pop("path")), **source} for source in data["train"]]
     data["decontaminate"] = [_file(path) for path in data["decontaminate"]]
+    start, features = settings.draft.start, settings.run.features
+    if start not in STARTS:
+        table["draft"]["start"] = {"name": Path(start).name, "sha256": draft_digest(start)}
+    table["run"]["features"] = features if features == "online" else "stored"
     return table
 
 

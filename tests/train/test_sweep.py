@@ -1,6 +1,7 @@
 """A sweep's points, what names a run, and what a draft costs; the command itself runs in tests/cli."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from eaglejax.train.samples import Sample
 from eaglejax.train.settings import SourceFile
 from eaglejax.train.sweep import (
     common_prompts,
+    draft_digest,
     prompts_digest,
     read_result,
     read_sweep,
@@ -22,6 +24,7 @@ from eaglejax.train.sweep import (
     short,
     write_result,
 )
+from experiments.sweep import without_places
 
 RUN = """
 out = "runs/s"
@@ -150,6 +153,23 @@ def test_drafts_are_compared_on_prompts_that_no_run_trains_on():
     assert common_prompts([[code[0], later]], [1.0], 9) == [code[0]]
     with pytest.raises(ConfigError, match="no sample is held out"):
         common_prompts([wide, []], [0.5, 0.0], 4)
+
+
+def test_a_studys_record_says_no_places(tmp_path):
+    """Data, draft and features lie somewhere on the machine that ran it."""
+    (tmp_path / "a.jsonl").write_text("one")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    changes = [
+        f"data.train=[{{path='{tmp_path / 'a.jsonl'}'}}]",
+        f"draft.start={tmp_path / 'mine'}",
+        f"run.features={tmp_path / 'features'}",
+    ]
+    (point,) = read_sweep(written(tmp_path, RUN), changes, ["objective.steps=[3]"])
+    found = without_places(point.settings)
+    assert str(tmp_path) not in json.dumps(found)
+    assert found["draft"]["start"] == {"name": "mine", "sha256": draft_digest(str(tmp_path / "mine"))}
+    assert found["data"]["train"][0]["name"] == "a.jsonl"
 
 
 def test_a_run_is_finished_when_its_result_stands(tmp_path):
