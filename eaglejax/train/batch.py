@@ -60,10 +60,10 @@ def same_document(documents: jax.Array, by: int) -> jax.Array:
 def row_mask(batch: Batch, step: int, alignment: Alignment = "tight") -> jax.Array:
     """Which rows [B, T] bool are trained at chain step ``step`` (from 0).
 
-    "tight": x_{t+1+k} and x_{t+2+k} are answer tokens, so that exactly what happens at run time is trained:
-    no draft from within the prompt, none after the end token. "inputs" (as in speculators): x_{t+1+k} is one,
-    which adds what follows the last token. "unshifted" (as in SpecForge): x_{t+k} is one, which moreover
-    loses the first draft of every answer. All stay within the document.
+    "tight": x_{t+1+k} and x_{t+2+k} are answer tokens: the first draft of an answer is trained, a guess of
+    what a prompt says is not, nor one of what would follow the end token. "inputs" (as in speculators):
+    x_{t+1+k} is one, which adds what follows the last token. "unshifted" (as in SpecForge): x_{t+k} is one,
+    which moreover loses the first draft of every answer. All stay within the document.
     """
     if alignment == "tight":
         mask = shift(batch.supervised, 1 + step) & shift(batch.supervised, 2 + step)

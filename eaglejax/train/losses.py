@@ -95,7 +95,8 @@ def masked_loss(
     The two LK losses optimise the acceptance rate a itself, averaged over the masked rows: "lk_alpha" is
     -log a, "lk_lambda" is w KL + (1 - w)(1 - a) with w = kl_scale exp(-kl_decay a), which leans on KL while
     acceptance is low. Being functions of an average they are multiplied by the number of rows. Masked rows
-    contribute neither value nor gradient, whatever they hold.
+    contribute neither value nor gradient, whatever they hold. The average is that of ``mask``: such a loss
+    depends on what stands in one micro-batch.
     """
     if kind in POINTWISE:
         return jnp.sum(jnp.where(mask, POINTWISE[kind](teach, log_q), 0.0))

@@ -8,7 +8,8 @@ from eaglejax.train.settings import OptimizerSettings
 
 
 def schedule(settings: OptimizerSettings, updates: int) -> optax.Schedule:
-    """Learning rate of each update: linear warm-up, then the chosen fall to the last of ``updates``."""
+    """Learning rate of each update, counted from 0: linear warm-up, then the chosen fall, which ends at
+    ``updates``."""
     peak, rest = settings.learning_rate, updates - settings.warmup
     if settings.schedule == "constant":
         after: optax.Schedule = optax.constant_schedule(peak)

@@ -20,8 +20,9 @@ from eaglejax.train.settings import TrainSettings
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Counts and sizes of a run; sizes in bytes. ``device_bytes`` is an estimate of the peak: target,
-    masters, optimiser, gradients and the activations of one micro-batch."""
+    """Counts and sizes of a run; sizes in bytes. ``disk_bytes``: most that its checkpoints take together,
+    while one more than is kept is written. ``device_bytes`` is an estimate of the peak: target, masters,
+    optimiser, gradients and the activations of one micro-batch."""
 
     samples: int
     held_out: int
@@ -34,6 +35,7 @@ class Plan:
     trained_parameters: int
     draft_bytes: int
     checkpoint_bytes: int
+    disk_bytes: int
     feature_bytes: int
     device_bytes: int
 
@@ -48,7 +50,7 @@ class Plan:
             ("updates (epochs)", f"{self.updates} ({self.epochs:.2f})"),
             ("trained parameters", f"{self.trained_parameters / 1e6:.2f} M"),
             ("exported draft", f"{self.draft_bytes / 1e6:.1f} MB"),
-            ("a checkpoint", f"{self.checkpoint_bytes / gb:.2f} GB"),
+            ("a checkpoint (all)", f"{self.checkpoint_bytes / gb:.2f} ({self.disk_bytes / gb:.2f}) GB"),
             ("features on disk", f"{self.feature_bytes / gb:.2f} GB"),
             ("memory, about", f"{self.device_bytes / gb:.1f} GB"),
         ):
@@ -65,7 +67,7 @@ def make_plan(settings: TrainSettings, target: Target, data: Data) -> Plan:
     config = planned_config(settings, target)
     run, length = settings.run, settings.data.row_tokens
     rows = len(pack([len(s) for s in data.train], length))
-    tokens = sum(len(s) for s in data.train)
+    tokens, held = (sum(len(s) for s in samples) for samples in (data.train, data.validation))
     sizes = {path: math.prod(info.shape) for path, info in leaf_paths(param_table(config)).items()}
     kept = {"embed"} | (set() if settings.draft.train_head else {"head"})
     trained = sum(size for path, size in sizes.items() if path not in kept)
@@ -83,7 +85,9 @@ def make_plan(settings: TrainSettings, target: Target, data: Data) -> Plan:
         trained_parameters=trained,
         draft_bytes=sum(sizes.values()) * target.dtype.itemsize,
         checkpoint_bytes=trained * 12,
-        feature_bytes=0 if run.features == "online" else tokens * (len(config.aux) + 1) * width,
+        # The best one stays beside the latest, and a new one is whole before an old one goes.
+        disk_bytes=trained * 12 * (run.keep + 2),
+        feature_bytes=0 if run.features == "online" else (tokens + held) * (len(config.aux) + 1) * width,
         device_bytes=target.nbytes + trained * 16 + _activations(config, settings, item),
     )
 

@@ -84,7 +84,8 @@ class DraftSettings:
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
     """``name``: "adamw", or "muon" for matrices with AdamW for the rest. ``learning_rate`` at its peak,
-    reached after ``warmup`` updates; ``schedule`` then falls to ``final`` times the peak at the last update.
+    reached after ``warmup`` updates; ``schedule`` then falls to ``final`` times the peak, which an update
+    after the last would have.
     ``clip``: largest global norm of the gradient (0: none). ``beta2`` is also the momentum of Muon, whose
     ``weight_decay`` is on matrices alone."""
 

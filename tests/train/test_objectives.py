@@ -173,7 +173,7 @@ def test_hass_feeds_states_back_without_their_gradient_and_adds_the_top_tokens()
     )
 
 
-def test_rows_of_the_tight_alignment_are_those_that_happen_at_run_time():
+def test_rows_of_the_tight_alignment_read_and_guess_answers():
     tokens = jnp.arange(12, dtype=jnp.int32)[None]
     documents = jnp.asarray([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0]])
     supervised = jnp.asarray([[0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0, 0]], bool)
