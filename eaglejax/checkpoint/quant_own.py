@@ -109,8 +109,9 @@ def build(path: str, spec: Any, file: SafetensorsFile, used: set[str], where: st
         else:
             values[name] = _static(path, name, spec[name], where)
     found = type_(**values)
-    if not isinstance(found, QuantArray):
-        return found
+    if isinstance(found, HadamardInput):
+        inner = found.inner
+        return HadamardInput(inner if is_packed(inner) else inner.astype(dtype))
     return with_offset_sums(_checked(path, dataclasses.replace(found, dtype=np.dtype(dtype)), where))
 
 

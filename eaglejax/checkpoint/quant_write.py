@@ -108,7 +108,7 @@ def check_form(target: Target, form: QuantizedForm) -> None:
     kinds = [(kind_of(a), a) for a in arrays]
     groups = {kind.group for kind, _ in kinds} - {None}
     # Of one group and of none the layout has the same tensors; the description's group size tells them apart.
-    dynamic = [(kind, a) for kind, a in kinds if kind.activation != "static"]
+    groupable = [(kind, a) for kind, a in kinds if kind.activation != "static"]
     problems = [
         (bool(wrapped), "rotations that run with the model (R4)"),
         (config.qk_rotation, "rotations of queries and keys (R3)"),
@@ -125,7 +125,7 @@ def check_form(target: Target, form: QuantizedForm) -> None:
         ),
         (form == "modelslim" and len(groups) > 1, "groups of several sizes"),
         (
-            form == "modelslim" and any(k.group is None and a.rows in groups for k, a in dynamic),
+            form == "modelslim" and any(k.group is None and a.rows in groups for k, a in groupable),
             f"a matrix without groups that is as wide as a group of others ({', '.join(map(str, groups))})",
         ),
     ]

@@ -98,8 +98,7 @@ def check_rotation(original: Any, target: Target, basis: Basis, *, whose: str, s
     if found is not None and found.relation == "rotated":
         raise MismatchError(
             f"the rotation {basis.id} of {target.name} does not take {whose} to the target's: turned by it, "
-            f"{found}. It is the matrix of another rotation, or its transpose; export it anew, or recover it "
-            "with --method procrustes"
+            f"{found}. It is the matrix of another rotation, or its transpose; export the right one"
         )
     if sure and (found is None or found.relation != "same"):
         raise MismatchError(

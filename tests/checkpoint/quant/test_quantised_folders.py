@@ -99,6 +99,19 @@ def test_a_quantised_embedding_gives_rows_of_the_dtype_asked_for(form, tmp_path)
     assert found.params["layers"][0]["q"].dtype == np.dtype("float32")
 
 
+def test_a_plain_weight_behind_an_online_turn_takes_the_dtype_asked_for(tmp_path):
+    plain = tiny.make_target(
+        "llama",
+        scheme_of=lambda path: None if path.endswith(".down") else tiny.SCHEMES["w8a8"],
+        dtype="bfloat16",
+    )
+    target = tiny.wrap_down(plain)
+    found = load_quantized(write(target, tmp_path / "out", "eaglejax"), np.dtype("float32"))
+    down = found.params["layers"][0]["down"]
+    assert down.dtype == jnp.float32
+    np.testing.assert_array_equal(down.inner, plain.params["layers"][0]["down"].astype(jnp.float32))
+
+
 def test_a_bias_may_be_given_the_type_of_its_matrix(tmp_path):
     """Versions of the tool differ in that."""
     target = tiny.make_target("llama", tiny.SCHEMES["w8a8-static-offset"])
