@@ -138,14 +138,6 @@ class Metrics:
     chains: jax.Array
     accept: jax.Array
 
-    def accuracy(self) -> jax.Array:
-        """Unconditional top-1 accuracy of each step."""
-        return self.hits / jnp.maximum(self.judged, 1.0)
-
-    def tau(self) -> jax.Array:
-        """Mean acceptance length of a greedy chain of K drafts, as the training rows estimate it."""
-        return 1.0 + jnp.sum(self.chain) / jnp.maximum(self.chains, 1.0)
-
 
 @pytree.dataclass
 class Head:
@@ -297,7 +289,7 @@ def _step_loss(
     def score(params: EagleParams, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = eagle_model.logits(params, config, state)
         teach = _shifted(everything, 1 + step)
-        if objective.loss == "soft_ce" or objective.version == 1:
+        if objective.loss == "soft_ce":
             entropy, *figures = fused_cross_entropy(teach, logits, state.dtype)
             value = jnp.sum(jnp.where(mask, entropy, 0.0))
         else:

@@ -14,9 +14,11 @@ PANELS = (
     ("train/objective", "loss"),
     ("train/accuracy", "top-1 accuracy, training"),
     ("validation/accuracy", "top-1 accuracy, held out"),
-    ("validation/tau_simulated", "tau, held out"),
+    ("validation/tau_simulated", "tau, held out, with the text fed"),
+    ("decoded/tau", "tau, held-out prompts decoded"),
+    ("decoded/position_acceptance", "acceptance by position, decoded"),
 )
-"""Values that are drawn, with their titles; lists become one curve an entry."""
+"""Values that are drawn where the log has them, with their titles; lists become one curve an entry."""
 
 
 def read_scalars(folder: Path) -> dict[str, list[tuple[int, Any]]]:
@@ -45,10 +47,12 @@ def plot_run(folder: Path) -> Path:
     series = read_scalars(folder)
     width, height, gap = 420, 240, 50
     parts = []
-    for n, (name, title) in enumerate(PANELS):
+    panels = [(series[name], title) for name, title in PANELS if name in series]
+    for n, (points, title) in enumerate(panels):
         x, y = gap + (n % 2) * (width + gap), gap + (n // 2) * (height + gap)
-        parts.append(_panel(series.get(name, []), title, x, y, width, height))
-    total = (2 * width + 3 * gap, 2 * height + 3 * gap)
+        parts.append(_panel(points, title, x, y, width, height))
+    rows = -(-len(panels) // 2)
+    total = (2 * width + 3 * gap, rows * (height + gap) + gap)
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total[0]} {total[1]}" '
         f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'

@@ -217,7 +217,13 @@ def fit_data(target: Target, aux: tuple[int, ...], samples: Sequence[Sample], ca
         tokens = jnp.asarray(np.asarray(batch.tokens[0])[at + 1])
         rows = np.asarray(embedding(target.params["embed"], tokens).astype(jnp.float32))
         parts.append(warm.FitData(states[at, :-1], states[at, -1], after[at + 1], rows))
-    return warm.concatenate(parts)
+    found = warm.concatenate(parts)
+    if not len(found.last):
+        raise ConfigError(
+            f"start 'fit' needs texts of more than {skip + 1} tokens, and the first {len(chosen)} samples "
+            "are shorter; use start 'layer'"
+        )
+    return found
 
 
 def _first_weights(

@@ -92,7 +92,8 @@ class RunCheckpoints:
     def restore(self, like: TrainState, update: int | None = None) -> Restored:
         """Read a checkpoint, the latest by default; ``like`` gives shapes, dtypes and shardings.
 
-        Raises CheckpointError when there is none, and MismatchError when it belongs to another run.
+        Raises CheckpointError when there is none, and MismatchError when it belongs to another run. What an
+        earlier version did not write down of a run is not compared.
         """
         update = self.latest if update is None else update
         if update is None or not self.path(update).is_dir():
@@ -102,9 +103,9 @@ class RunCheckpoints:
         document = read_json(self.path(update) / "run.json")
         found, wanted = document["binds"], json.loads(json.dumps(self.binds))
         wrong = [
-            f"{name} was {found.get(name)!r} and is {wanted.get(name)!r}"
-            for name in sorted(set(found) | set(wanted))
-            if found.get(name) != wanted.get(name)
+            f"{name} was {found[name]!r} and is {wanted.get(name)!r}"
+            for name in sorted(found)
+            if found[name] != wanted.get(name)
         ]
         if wrong:
             raise MismatchError(

@@ -30,11 +30,11 @@ from eaglejax.models.target import Target
 from eaglejax.train import evaluate, run_checkpoints
 from eaglejax.train.batch import Batch
 from eaglejax.train.feature_cache import FeatureCache
-from eaglejax.train.features import identity, with_features
+from eaglejax.train.features import fingerprint, identity, with_features
 from eaglejax.train.logs import SCALARS, JsonLog, Log, TensorBoardLog, WandbLog
 from eaglejax.train.optimizers import optimizer, schedule
 from eaglejax.train.packing import Features, assemble, batch_stream, pack, stack
-from eaglejax.train.prepare import Data, Draft
+from eaglejax.train.prepare import STARTS, Data, Draft
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import TrainSettings, to_toml
 from eaglejax.train.state import (
@@ -47,6 +47,7 @@ from eaglejax.train.state import (
     replicate,
     shard_batch,
 )
+from eaglejax.train.sweep import draft_digest
 from eaglejax.train.writing import write_text
 
 
@@ -205,7 +206,9 @@ class Trainer:
         }
 
     def _evaluate(self, weights: Weights, validation: list[Batch]) -> dict[str, Any]:
-        found = evaluate.summary(evaluate.add_up(self._measure(weights, b) for b in validation))
+        found = evaluate.summary(
+            evaluate.add_up(self._measure(weights, shard_batch(b, self.mesh)) for b in validation)
+        )
         values = {f"validation/{name}": value for name, value in found.items()}
         run = self.settings.run
         if run.decode_prompts:
@@ -269,7 +272,8 @@ class Trainer:
         return shard_batch(micro_batches(batches), self.mesh, leading=1)
 
     def _validation(self) -> list[Batch]:
-        """The held-out samples as batches, in a fixed order; the last one is filled up with empty rows."""
+        """The held-out samples as batches on the host, in a fixed order; the last one is filled up with empty
+        rows."""
         samples, length, rows = self.data.validation, self.settings.data.row_tokens, self.settings.run.rows
         packed = []
         for group in pack([len(s) for s in samples], length):
@@ -280,13 +284,20 @@ class Trainer:
         for at in range(0, len(packed), rows):
             part = packed[at : at + rows]
             part += [jax.tree.map(np.zeros_like, part[0])] * (rows - len(part))
-            batches.append(jax.tree.map(lambda x: x[0], self._place([stack(part)])))
+            batches.append(jax.tree.map(lambda x: x[0], jax.device_get(self._place([stack(part)]))))
         return batches
 
     def _binds(self) -> dict[str, Any]:
-        """What a checkpoint must agree with: everything that shapes the state or the order of the data."""
-        vocab, run = self.draft.vocab, self.settings.run
+        """What a checkpoint must agree with: all that shapes the state or the order of the data, and how the
+        best one is told."""
+        vocab, run, start = self.draft.vocab, self.settings.run, self.settings.draft.start
+        decoded = [run.decode_prompts, run.decode_tokens, run.decode_depth]
         return {
+            "target": fingerprint(self.target),
+            "start": start if start in STARTS else draft_digest(start),
+            "train_head": self.settings.draft.train_head,
+            "compute_dtype": run.compute_dtype,
+            "score": decoded if run.decode_prompts else "simulated",
             "draft": json.loads(json.dumps(dataclasses.asdict(self.draft.config))),
             "vocabulary": None if vocab is None else vocab.key,
             "objective": dataclasses.asdict(self.settings.objective),

@@ -122,7 +122,7 @@ def test_acceptance_losses_use_the_mass_outside_the_draft_vocabulary(draft, one_
     wanted = oracles.specforge_lk(
         kind, logits, draft_logits(draft, one_document, 1)[0], mask, MEMBER, **scales
     )
-    assert abs(float(loss) - wanted) < 1e-5 * abs(wanted)
+    assert abs(float(loss) - wanted) < 1e-6 * abs(wanted)
     alpha = float(metrics.accept[0] / metrics.judged[0])
     assert alpha < 0.9 * float(objective_alpha_without_norm(draft, objective, one_document))
 
@@ -144,7 +144,7 @@ def test_eagle1_is_the_official_loss():
     (state,) = unroll(params, config, batch.hidden[:, :, None], shift(batch.tokens, 1), 1)
     mask = np.asarray(row_mask(batch, 0)).astype(float)
     wanted = oracles.eagle1(np.asarray(batch.hidden), np.asarray(state), TARGET_HEAD, mask)
-    assert abs(float(loss) - wanted) < 1e-5 * abs(wanted)
+    assert abs(float(loss) - wanted) < 1e-6 * abs(wanted)
 
 
 def test_hass_feeds_states_back_without_their_gradient_and_adds_the_top_tokens():

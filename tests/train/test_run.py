@@ -219,9 +219,26 @@ def rates_of(settings):
 
 def test_checkpoints_of_another_run_are_refused_by_name(prepared, whole, target):
     settings, data, draft = prepared
-    changed = dataclasses.replace(settings, optimizer=OptimizerSettings(learning_rate=1e-3, warmup=2))
-    with pytest.raises(MismatchError, match="optimizer"):
-        Trainer(changed, target, data, draft).run()
+    layers = [{**target.params["layers"][0], "up": target.params["layers"][0]["up"] * 2}]
+    other = dataclasses.replace(
+        target, params={**target.params, "layers": layers + target.params["layers"][1:]}
+    )
+
+    def changed(**sections):
+        return dataclasses.replace(
+            settings, **{n: dataclasses.replace(getattr(settings, n), **v) for n, v in sections.items()}
+        )
+
+    for name, run, model in (
+        ("optimizer", changed(optimizer={"learning_rate": 1e-3}), target),
+        ("target", settings, other),
+        ("start", changed(draft={"start": "layer"}), target),
+        ("train_head", changed(draft={"train_head": True}), target),
+        ("compute_dtype", changed(run={"compute_dtype": "bfloat16"}), target),
+        ("score", changed(run={"decode_tokens": 13}), target),
+    ):
+        with pytest.raises(MismatchError, match=f"another run: {name} was"):
+            Trainer(run, model, data, draft).run()
 
 
 def test_resolved_settings_read_back_equal(whole, tmp_path):

@@ -168,11 +168,12 @@ def fields(data):
 def test_a_log_is_drawn_and_a_resumed_update_counts_once(tmp_path):
     log = JsonLog(tmp_path / "metrics.jsonl")
     for update, loss in ((10, 3.0), (20, 2.0), (20, 1.0)):
-        log.write(update, {"train/objective": loss, "train/accuracy": [0.1, 0.2]})
+        log.write(update, {"train/objective": loss, "train/accuracy": [0.1, 0.2], "decoded/tau": 1.5})
     log.close()
     assert read_scalars(tmp_path)["train/objective"] == [(10, 3.0), (20, 1.0)]
     svg = plot_run(tmp_path).read_text()
-    assert svg.count("<polyline") == 3
+    assert svg.count("<polyline") == 4
+    assert "held-out prompts decoded" in svg
     assert "top-1 accuracy, training" in svg
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert all(np.isfinite(json.loads(line)["time"]) for line in lines)

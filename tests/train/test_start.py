@@ -229,14 +229,16 @@ def test_boundaries_of_an_existing_draft_can_be_named_and_its_shape_cannot_be_ch
 
 def test_starts_that_cannot_be_are_refused(target):
     data = Data(SAMPLES[:2], [], Report())
+    short = Data([Sample(text(5, n).ids, np.ones(5, bool), "short") for n in (0, 1)], [], Report())
     for changes, words in (
         ({"intermediate_size": 400}, "not 400"),
         ({"num_kv_heads": 2}, "key/value heads"),
+        ({}, "needs texts of more than 5 tokens, and the first 2 samples are shorter"),
         ({"start": "layer", "head_dim": 16}, "head_dim 8"),
         ({"start": "no/such/draft-folder-here"}, "names no model"),
     ):
         with pytest.raises(EaglejaxError, match=words):
-            prepare_draft(settings_with(**changes), target, data)
+            prepare_draft(settings_with(**changes), target, data if changes else short)
 
 
 def test_eagle1_drafts_start_at_random_with_the_targets_own_head(target):
