@@ -35,10 +35,7 @@ class FeatureCache:
 
     def __init__(self, folder: str | Path, wanted: dict[str, Any]) -> None:
         self.folder = Path(folder)
-        manifest = read_json(self.folder / MANIFEST)
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{self.folder}: feature format {manifest.get('format')!r} is not {FORMAT}")
-        check_identity(manifest.get("identity", {}), wanted, str(self.folder))
+        _check_manifest(self.folder, wanted)
         self._shards = _open_shards(self.folder)
         self._index = _index(self._shards)
 
@@ -85,7 +82,7 @@ def write_features(
     folder.mkdir(parents=True, exist_ok=True)
     wanted = identity(target, aux)
     if (folder / MANIFEST).exists():
-        check_identity(read_json(folder / MANIFEST).get("identity", {}), wanted, str(folder))
+        _check_manifest(folder, wanted)
     else:
         write_text(folder / MANIFEST, json.dumps({"format": FORMAT, "identity": wanted}, indent=2) + "\n")
     shards = _open_shards(folder)
@@ -101,6 +98,13 @@ def write_features(
         _write_shard(folder, f"shard-{number:05d}.safetensors", parts)
         number += 1
     return len(todo)
+
+
+def _check_manifest(folder: Path, wanted: dict[str, Any]) -> None:
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{folder}: feature format {manifest.get('format')!r} is not {FORMAT}")
+    check_identity(manifest.get("identity", {}), wanted, str(folder))
 
 
 def _features_of(

@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +75,11 @@ class Draft:
 def prepare_data(settings: DataSettings, target: Target) -> Data:
     """Read, curate, split and cut the files that the settings name."""
     tokenizer = target.need_tokenizer()
+    if settings.row_tokens > target.context:
+        raise ConfigError(
+            f"data.row_tokens is {settings.row_tokens}; texts of more than the target's context of "
+            f"{target.context} tokens have no features that serving would see"
+        )
     report = Report()
     sources: dict[str, list[Sample]] = {}
     for source in settings.train:
@@ -96,6 +102,13 @@ def prepare_data(settings: DataSettings, target: Target) -> Data:
         parts = {path: [s for s in samples if id(s) in kept] for path, samples in sources.items()}
         weights = {source.path: source.weight for source in settings.train}
         train = curate.mix(parts, weights, seed=settings.seed, total=settings.total)
+        origin = {id(s): path for path, samples in parts.items() for s in samples}
+        taken = Counter(origin[id(s)] for s in train)
+        report.notes += [
+            f"{path} is gone through {taken[path] / len(samples):.2f} times"
+            for path, samples in parts.items()
+            if taken[path] > len(samples)
+        ]
 
     if settings.supervise == "all":
         train = [dataclasses.replace(s, supervised=np.ones_like(s.supervised)) for s in train]

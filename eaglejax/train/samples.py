@@ -78,9 +78,10 @@ def prompt_digest(ids: Any) -> str:
 @dataclasses.dataclass
 class Report:
     """What happened to the rows: how many were read, and how many were left out for which reason, with the
-    first row named."""
+    first row named. ``notes``: what else is worth telling."""
 
     rows: int = 0
+    notes: list[str] = dataclasses.field(default_factory=list)
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
     first: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -90,8 +91,11 @@ class Report:
         self.first.setdefault(reason, where)
 
     def lines(self) -> list[str]:
-        """One sentence a reason."""
-        return [f"{n} left out: {why} (first: {self.first[why]})" for why, n in self.dropped.most_common()]
+        """One sentence a reason, and the notes."""
+        left_out = [
+            f"{n} left out: {why} (first: {self.first[why]})" for why, n in self.dropped.most_common()
+        ]
+        return [*left_out, *self.notes]
 
 
 def make_sample(ids: Sequence[int], supervised: Sequence[bool], name: str, vocab_size: int) -> Sample:

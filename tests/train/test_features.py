@@ -121,13 +121,20 @@ def test_a_killed_extraction_goes_on_and_computes_nothing_twice(target, cache, t
     assert not [n for n in os.listdir(folder) if n.startswith(".")]
 
 
-def test_features_of_another_kind_are_refused_with_every_difference(target, cache):
+def test_features_of_another_kind_are_refused_with_every_difference(target, cache, tmp_path):
     wanted = identity(target, (1, 2, 4))
     wanted["model"] = "0" * 32
     with pytest.raises(MismatchError, match=r"aux is \[0, 2, 4\].*needed is \[1, 2, 4\].*model is"):
         FeatureCache(cache, wanted)
     with pytest.raises(MismatchError, match="aux"):
         write_features(cache, target, SAMPLES, (1, 2, 4), capacity=24)
+    (tmp_path / "manifest.json").write_text('{"format": 0}')
+    for read in (
+        lambda: FeatureCache(tmp_path, {}),
+        lambda: write_features(tmp_path, target, [], AUX, capacity=24),
+    ):
+        with pytest.raises(CheckpointError, match="feature format 0 is not 1"):
+            read()
     found = FeatureCache(cache, identity(target, AUX))
     with pytest.raises(CheckpointError, match=r"no features of sample 99"):
         found.read(make(6, 99))

@@ -103,6 +103,21 @@ def test_prompts_are_trained_on_when_asked_and_never_judged(prepared, target):
     assert [s.key for s in everything.validation] == [s.key for s in data.validation]
 
 
+def test_a_mixture_tells_of_files_that_it_repeats_and_rows_beyond_the_context_are_refused(
+    prepared, target, rows_file, tmp_path
+):
+    settings, data, _ = prepared
+    few = tmp_path / "few.jsonl"
+    few.write_text(json.dumps({"prompt_ids": [9, 9], "completion_ids": [5, 6, 7]}) + "\n")
+    files = (SourceFile(str(rows_file)), SourceFile(str(few)))
+    mixed = dataclasses.replace(settings.data, train=files, mix=True, validation=0.0, total=20)
+    found = prepare_data(mixed, target)
+    assert len(found.train) == 20
+    assert found.report.lines() == [f"{few} is gone through 10.00 times"]
+    with pytest.raises(ConfigError, match=r"row_tokens is 513.*context of 512"):
+        prepare_data(dataclasses.replace(settings.data, row_tokens=513), target)
+
+
 def read_log(out):
     with open(os.path.join(out, "metrics.jsonl")) as file:
         return [json.loads(line) for line in file]
