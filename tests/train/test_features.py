@@ -129,12 +129,10 @@ def test_features_of_another_kind_are_refused_with_every_difference(target, cach
     with pytest.raises(MismatchError, match="aux"):
         write_features(cache, target, SAMPLES, (1, 2, 4), capacity=24)
     (tmp_path / "manifest.json").write_text('{"format": 0}')
-    for read in (
-        lambda: FeatureCache(tmp_path, {}),
-        lambda: write_features(tmp_path, target, [], AUX, capacity=24),
-    ):
-        with pytest.raises(CheckpointError, match="feature format 0 is not 1"):
-            read()
+    with pytest.raises(CheckpointError, match="feature format 0 is not 1"):
+        FeatureCache(tmp_path, {})
+    with pytest.raises(CheckpointError, match="feature format 0 is not 1"):
+        write_features(tmp_path, target, [], AUX, capacity=24)
     found = FeatureCache(cache, identity(target, AUX))
     with pytest.raises(CheckpointError, match=r"no features of sample 99"):
         found.read(make(6, 99))

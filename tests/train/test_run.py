@@ -106,7 +106,7 @@ def test_prompts_are_trained_on_when_asked_and_never_judged(prepared, target):
 def test_a_mixture_tells_of_files_that_it_repeats_and_rows_beyond_the_context_are_refused(
     prepared, target, rows_file, tmp_path
 ):
-    settings, data, _ = prepared
+    settings = prepared[0]
     few = tmp_path / "few.jsonl"
     few.write_text(json.dumps({"prompt_ids": [9, 9], "completion_ids": [5, 6, 7]}) + "\n")
     files = (SourceFile(str(rows_file)), SourceFile(str(few)))
