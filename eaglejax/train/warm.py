@@ -24,6 +24,7 @@ from eaglejax.drafts.eagle_model import Weights, init_eagle
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
+from eaglejax.nn.mlp import activation
 from eaglejax.nn.rope import frequencies
 from eaglejax.quant.online import plain
 
@@ -80,12 +81,23 @@ def random_weights(config: EagleConfig, target: Target, seed: int) -> Weights:
     return weights
 
 
-def layer_weights(config: EagleConfig, target: Target, seed: int, order: np.ndarray | None = None) -> Weights:
+def layer_weights(
+    config: EagleConfig, target: Target, seed: int, middle: np.ndarray | None = None
+) -> Weights:
     """The target's last layer as the draft's: its attention on the feature's half of the input, a small
-    random one on the embedding's, ``fc`` passing the highest boundary on, and ``order``'s first MLP neurons.
-    Further layers begin by adding nothing, so that a deeper draft starts as the draft of one layer.
+    random one on the embedding's, ``fc`` passing the highest boundary on, and its MLP. Further layers begin
+    by adding nothing, so that a deeper draft starts as the draft of one layer.
+
+    ``middle`` [n, Ht], states in front of that MLP, tell which of its neurons matter most (None: the first
+    are taken), and the size of what it writes where a norm follows it. Raises ConfigError for a target with
+    such a norm without them.
     """
     check_start(config, target.config, "layer")
+    if target.config.sandwich_norms and middle is None:
+        raise ConfigError(
+            "start 'layer' would copy blocks without the norms that the target has behind them; use start "
+            "'fit' or 'random'"
+        )
     weights = random_weights(config, target, seed)
     last, layer = target.params["layers"][-1], weights["layers"][0]
     hidden = config.hidden_size
@@ -102,7 +114,7 @@ def layer_weights(config: EagleConfig, target: Target, seed: int, order: np.ndar
     theirs_o = _f32(last["o"])
     if theirs_o.shape == layer["o"].shape:
         layer["o"] = jnp.asarray(theirs_o)
-    _borrow_mlp(config, target, layer, order)
+    _borrow_mlp(config, target, layer, middle)
     for further in weights["layers"][1:]:
         _silence(further)
     return weights
@@ -120,7 +132,7 @@ def fitted_weights(
             f"{config.num_kv_heads}; use start 'layer'"
         )
     heads = max(1, config.num_heads * 3 // 7) if heads is None else heads
-    weights = layer_weights(config, target, seed, neuron_order(target, data.middle))
+    weights = layer_weights(config, target, seed, data.middle)
     layer, hidden = weights["layers"][0], config.hidden_size
     flat = data.aux.reshape(len(data.aux), -1).astype(np.float32)
     last = data.last.astype(np.float32)
@@ -167,16 +179,13 @@ def ridge(x: np.ndarray, y: np.ndarray, strength: float = _RIDGE) -> np.ndarray:
     return np.linalg.solve(gram, z.T @ y) / scale[:, None]
 
 
-def neuron_order(target: Target, middle: np.ndarray) -> np.ndarray:
-    """The last MLP's neurons, the most important first: root mean square of the activation on ``middle`` [n,
-    Ht] times the length of what it writes."""
+def activity(target: Target, middle: np.ndarray) -> np.ndarray:
+    """Activations [m, F] of the last MLP's neurons on some rows of ``middle`` [n, Ht]."""
     layer, config = target.params["layers"][-1], target.config
     rows = middle[:: max(1, len(middle) // 4096)].astype(np.float32)
     x = _rms(rows, np.asarray(_norm_weight(target, layer["mlp_norm"])), config.norm_eps)
-    gate = x @ _f32(layer["gate"])
-    active = gate / (1 + np.exp(-np.clip(gate, -60, 60))) * (x @ _f32(layer["up"]))
-    size = np.sqrt(np.mean(active * active, axis=0)) * np.linalg.norm(_f32(layer["down"]), axis=1)
-    return np.argsort(-size, kind="stable")
+    gate = np.asarray(activation(config.activation)(jnp.asarray(x @ _f32(layer["gate"]))))
+    return gate * (x @ _f32(layer["up"]))
 
 
 def concatenate(parts: Sequence[FitData]) -> FitData:
@@ -195,13 +204,21 @@ def _own_position(config: EagleConfig) -> np.ndarray:
     return pattern
 
 
-def _borrow_mlp(config: EagleConfig, target: Target, layer: Weights, order: np.ndarray | None) -> None:
+def _borrow_mlp(config: EagleConfig, target: Target, layer: Weights, middle: np.ndarray | None) -> None:
     last = target.params["layers"][-1]
     if "gate" not in last:
         raise ConfigError("the target's last layer has no dense MLP to start from; use start 'random'")
-    keep = (np.arange(target.config.intermediate_size) if order is None else order)[: mlp_width(config)]
+    down, keep = _f32(last["down"]), np.arange(mlp_width(config))
+    if middle is not None:
+        active = activity(target, middle)
+        if target.config.sandwich_norms:
+            # The norm behind the MLP divides by each row's size, for which the median stands in.
+            size = np.median(np.sqrt(np.mean((active @ down) ** 2, axis=1) + config.norm_eps))
+            down = down * np.asarray(_norm_weight(target, last["post_mlp_norm"])) / size
+        weight = np.sqrt(np.mean(active * active, axis=0)) * np.linalg.norm(down, axis=1)
+        keep = np.argsort(-weight, kind="stable")[: mlp_width(config)]
     mlp = {n: jnp.asarray(_f32(last[n])[:, keep]) for n in ("gate", "up")}
-    mlp["down"] = jnp.asarray(_f32(last["down"])[keep])
+    mlp["down"] = jnp.asarray(down[keep])
     if config.num_experts:
         # Copies of one MLP mix to that MLP, whatever the router says (sparse upcycling, Komatsuzaki et al.).
         layer["experts"] = {n: jnp.repeat(m[None], config.num_experts, axis=0) for n, m in mlp.items()}

@@ -15,6 +15,11 @@ from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_model import EagleParams, init_eagle
 from eaglejax.drafts.eagle_unroll import unroll
 from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
+from eaglejax.models.config import ModelConfig
+from eaglejax.models.target import random_target
+from eaglejax.nn.mlp import gated_mlp
+from eaglejax.nn.norm import rms_norm
+from eaglejax.nn.rope import RopeConfig
 from eaglejax.train import warm
 from eaglejax.train.packing import assemble
 from eaglejax.train.plan import make_plan
@@ -56,6 +61,42 @@ def test_the_middle_state_is_what_the_last_mlp_turns_into_the_last_boundary(targ
     out = middle + (gate / (1 + np.exp(-gate)) * (x @ np.asarray(layer["up"]))) @ np.asarray(layer["down"])
     np.testing.assert_allclose(out, rows.last[here + 1], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(rows.aux[:, -1], rows.last, rtol=1e-6)
+
+
+def test_a_norm_behind_the_targets_mlp_becomes_a_scale_of_what_the_draft_writes():
+    """Gemma's: the block adds norm(mlp(middle)), the draft's adds mlp(middle)."""
+    model = ModelConfig(
+        family="gemma3",
+        vocab_size=264,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_layers=3,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        max_position=128,
+        rope=RopeConfig(),
+        query_scale=HEAD_DIM**-0.5,
+        activation="gelu_tanh",
+        norm_offset=True,
+        sandwich_norms=True,
+        embed_scale=HIDDEN**0.5,
+    )
+    target = random_target(model)
+    config = new_config(settings_with(aux=(1, 2, 3), intermediate_size=48, vocab=None).draft, target, 3)
+    found = fit_data(target, config.aux, SAMPLES[:20], 64)
+    weights = warm.fitted_weights(config, target, found, 0)
+    layer, here = weights["layers"][0], np.arange(40)
+    middle = jnp.asarray(found.middle[here])
+    written = gated_mlp(rms_norm(middle, layer["mlp_norm"], config.norm_eps), layer, config.activation)
+    wanted = found.last[here + 1] - found.middle[here]
+    error = np.linalg.norm(written - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    assert np.median(error) < 0.2
+    # As the MLP writes it, without that scale, it is an order of magnitude away.
+    ratio = np.linalg.norm(target.params["layers"][-1]["down"]) / np.linalg.norm(layer["down"])
+    assert not 0.2 < ratio < 5
+    with pytest.raises(ConfigError, match="use start 'fit' or 'random'"):
+        warm.layer_weights(config, target, 0)
 
 
 def test_the_fitted_start_writes_the_linear_guess_of_the_next_state_at_every_step(target, rows):
