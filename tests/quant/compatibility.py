@@ -117,6 +117,8 @@ def page(found: dict[tuple[str, str, str], bool]) -> str:
         "Drafting methods, weight schemes and formats of keys and values, pair by pair. This page is written",
         "by `pytest -m slow tests/quant/test_compatibility.py`: a tiny target decodes greedily in f32, plain",
         "and with the method, its weights and cache in the forms named. `=`: the same tokens; `x`: others.",
+        "The EAGLE drafts are random, so that most of their guesses are rejected; what lookups, predictions",
+        "and the draft model (the float target itself) guess is accepted.",
         "How fast a cell is, [performance.md](performance.md) says.",
     ]
 
