@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -81,14 +82,16 @@ class TensorBoardLog:
 
 
 class WandbLog:
-    """Weights & Biases, where its package is installed."""
+    """Weights & Biases, where its package is installed; one run there for each folder, gone on with."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
             raise ConfigError("run.wandb is set, but the package wandb is not installed") from error
-        self._run = wandb.init(project="eaglejax", dir=str(folder), config=dict(config), resume="allow")
+        name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        options = {"dir": str(folder), "config": dict(config), "id": name, "resume": "allow"}
+        self._run = wandb.init(project="eaglejax", **options)
 
     def write(self, update: int, values: Mapping[str, Any]) -> None:
         """One step."""

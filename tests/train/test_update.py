@@ -176,7 +176,11 @@ def test_weights_and_biases_gets_settings_and_every_value_and_its_absence_is_tol
     log = WandbLog(tmp_path, {"run": {"updates": 3}})
     log.write(2, {"train/objective": 1.5, "train/accuracy": [0.1, 0.2]})
     log.close()
+    WandbLog(tmp_path, {})
+    WandbLog(tmp_path / "other", {})
+    same, other = (calls.pop(-2), calls.pop())
     options, *rest = calls
+    assert options["id"] == same["id"] != other["id"]
     assert options["config"] == {"run": {"updates": 3}}
     assert options["dir"] == str(tmp_path)
     assert rest == [(2, {"train/objective": 1.5, "train/accuracy": [0.1, 0.2]}), "finish"]
