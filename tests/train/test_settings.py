@@ -1,7 +1,9 @@
 """Settings, schedules, logs and plots."""
 
 import json
+import re
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from eaglejax.train.logs import JsonLog, TensorBoardLog, crc32c
 from eaglejax.train.optimizers import schedule
 from eaglejax.train.plots import plot_run, read_scalars
 from eaglejax.train.settings import OptimizerSettings, TrainSettings, load_settings, override, parse, to_toml
+from eaglejax.train.sweep import read_sweep
 
 GOOD = """
 target = "demo"
@@ -103,6 +106,13 @@ def test_overrides_of_what_is_no_section_and_broken_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_settings(tmp_path / "none.toml")
     assert parse(TrainSettings, {}) == TrainSettings()
+
+
+def test_the_examples_of_the_training_page_are_whole(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "training.md"
+    run, sweep = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert load_settings(written(tmp_path, run)).run.decode_prompts == 4
+    assert len(read_sweep(written(tmp_path, sweep))) == 12
 
 
 @pytest.mark.parametrize(("kind", "middle"), [("cosine", 0.5 * 1.1), ("linear", 0.55), ("constant", 1.0)])
