@@ -134,6 +134,8 @@ def planned_config(settings: TrainSettings, target: Target) -> EagleConfig:
         config = draft_config(settings.draft, target, settings.objective.version).fit(target.config)
     else:
         config = _read_existing(settings).config.fit(target.config)
+        if config.target_rows and settings.draft.vocab:
+            config = dataclasses.replace(config, draft_vocab_size=settings.draft.vocab)
     if settings.draft.train_head and not config.own_head:
         raise ConfigError(
             f"draft.train_head needs a head of the draft's own; {settings.draft.start} borrows the target's"
@@ -184,19 +186,19 @@ def _mlp_shape(settings: DraftSettings, width: int) -> dict[str, Any]:
 
 def prepare_draft(settings: TrainSettings, target: Target, data: Data) -> Draft:
     """The draft that the settings ask for, new or going on from an existing one."""
-    counts = count_supervised(data.train, target.config.vocab_size)
+    config = planned_config(settings, target)
     if settings.draft.start not in STARTS:
-        return _existing(settings, target, counts)
-    config, vocab = planned_config(settings, target), None
-    if config.reduced:
-        assert target.tokenizer is not None
-        share = settings.draft.vocab_prior
-        prior = share * count_all(data.train, target.config.vocab_size) if share else None
-        vocab = build_vocab_map(
-            counts, config.draft_vocab_size, tokenizer_hash=target.tokenizer.hash, prior=prior
-        )
+        return _existing(config, settings, target, data)
+    vocab = _count_vocab(config.draft_vocab_size, settings, target, data) if config.reduced else None
     weights = _first_weights(config, settings, target, data.train)
     return _draft(config, weights, settings, target, vocab)
+
+
+def _count_vocab(size: int, settings: TrainSettings, target: Target, data: Data) -> VocabMap:
+    tokenizer, share = target.need_tokenizer(), settings.draft.vocab_prior
+    counts = count_supervised(data.train, target.config.vocab_size)
+    prior = share * count_all(data.train, target.config.vocab_size) if share else None
+    return build_vocab_map(counts, size, tokenizer_hash=tokenizer.hash, prior=prior)
 
 
 def fit_data(target: Target, aux: tuple[int, ...], samples: Sequence[Sample], capacity: int) -> warm.FitData:
@@ -255,12 +257,18 @@ def _first_weights(
     return weights
 
 
-def _existing(settings: TrainSettings, target: Target, counts: np.ndarray) -> Draft:
-    """Go on from a published or earlier draft: its shape, vocabulary and weights."""
-    config, file = planned_config(settings, target), _read_existing(settings)
+def _existing(config: EagleConfig, settings: TrainSettings, target: Target, data: Data) -> Draft:
+    """Go on from a published or earlier draft: its shape, vocabulary and weights. The vocabulary of one that
+    reads the target's rows is counted anew where another size is asked for."""
+    file = _read_existing(settings)
     weights = read_weights(file, jnp.float32)
     check_basis(config, weights, target, draft=settings.draft.start)
-    vocab = None if file.ids is None else given_vocab_map(np.asarray(file.ids), counts)
+    vocab = None
+    if file.ids is not None and len(file.ids) != config.draft_vocab_size:
+        vocab = _count_vocab(config.draft_vocab_size, settings, target, data)
+    elif file.ids is not None:
+        counts = count_supervised(data.train, target.config.vocab_size)
+        vocab = given_vocab_map(np.asarray(file.ids), counts)
     return _draft(config, weights, settings, target, vocab)
 
 
@@ -275,7 +283,7 @@ def _read_existing(settings: TrainSettings) -> DraftFile:
             f"{settings.objective.algorithm!r} trains EAGLE-{settings.objective.version}"
         )
     found = {
-        "vocab": config.draft_vocab_size,
+        "vocab": wanted.vocab if config.target_rows else config.draft_vocab_size,
         "intermediate_size": config.intermediate_size,
         "experts": config.num_experts,
         "expert_size": config.moe_intermediate_size,

@@ -56,7 +56,8 @@ class DraftSettings:
     """Shape and start of the draft; None takes the target's own size.
 
     ``start``: "fit" (closed form from the target's features), "layer" (the target's last layer), "random", or
-    the folder or Hub id of a draft to go on from, whose shape and vocabulary are then kept. ``aux``:
+    the folder or Hub id of a draft to go on from, whose shape and vocabulary are then kept (one that has
+    ``target_rows`` can be given a vocabulary of another size). ``aux``:
     boundaries that an EAGLE-3 draft reads (empty: 2, n/2, n-3). ``vocab``: Vd (None: the whole vocabulary),
     chosen by supervised counts plus ``vocab_prior`` times those of all tokens, prompts included: what the
     target was asked about it will also write. ``train_head`` False keeps the target's rows as the head;

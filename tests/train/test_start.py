@@ -261,7 +261,18 @@ def test_boundaries_of_an_existing_draft_can_be_named_and_its_shape_cannot_be_ch
     ):
         with pytest.raises(ConfigError, match=words):
             prepare_draft(settings(**changes), target, data)
-    borrowing, _ = published(tmp_path / "rows", own_head=False, target_rows=True)
+    borrowing, theirs = published(tmp_path / "rows", own_head=False, target_rows=True)
+    # Rows of the target's head were not trained: another number of them can be read.
+    wider = settings(start=borrowing, vocab=80)
+    assert planned_config(wider, target).draft_vocab_size == 80
+    draft = prepare_draft(wider, target, data)
+    np.testing.assert_array_equal(draft.weights["fc"], theirs["fc"])
+    bound = load_draft(export(tmp_path / "wider", draft, draft.weights, wider, dtype=np.float32), target)
+    np.testing.assert_array_equal(bound.params.ids, draft.ids)
+    np.testing.assert_array_equal(bound.params.head, np.asarray(target.params["head"])[:, draft.ids])
+    assert set(SAMPLES[0].ids[5:].tolist()) <= set(draft.ids.tolist())
+    same = prepare_draft(settings(start=borrowing, vocab=64), target, data)
+    assert same.ids.tolist() == [4 * n for n in range(64)]
     with pytest.raises(ConfigError, match=r"train_head needs a head of the draft's own"):
         prepare_draft(settings(start=borrowing, train_head=True), target, data)
     with pytest.raises(MismatchError, match="is rotated"):
