@@ -43,7 +43,7 @@ def make_evaluation(
 
     @jax.jit
     def measure(weights: Weights, batch: Batch, frozen: EagleParams, head: Head) -> Metrics:
-        cast = eagle_model.cast(weights, compute_dtype)
+        cast = eagle_model.cast(weights, config, compute_dtype)
         rows = trained_rows(objective, head, batch)
         params = dataclasses.replace(frozen, weights=cast)
         attend = training_attention(config, batch.documents, remat=remat, mesh=mesh)
@@ -95,7 +95,7 @@ def decode(
 
     ``weights``: as trained; they run in the target's dtype.
     """
-    own = eagle_model.cast(weights, target.dtype)
+    own = eagle_model.cast(weights, config, target.dtype)
     bound = Bound(Eagle(config, tree), bind(config, own, target, ids))
     return decode_with(target, bound, prompts, tokens=tokens, batch_size=batch_size)
 

@@ -41,14 +41,26 @@ class TargetFeatures:
 @functools.partial(jax.jit, static_argnames=("config", "aux"))
 def target_features(params: Any, config: ModelConfig, batch: Batch, aux: tuple[int, ...]) -> TargetFeatures:
     """One forward of the target over packed rows; documents do not see each other, padding sees itself."""
+    out = _forward(params, config, batch, aux)
+    top, log_norm = head_summary(params, config, out.hidden)
+    return TargetFeatures(out.aux, out.hidden, top, log_norm)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "aux"))
+def boundaries(params: Any, config: ModelConfig, batch: Batch, aux: tuple[int, ...]) -> jax.Array:
+    """``TargetFeatures.aux`` alone, for which the head need not be asked."""
+    found = _forward(params, config, batch, aux).aux
+    assert found is not None
+    return found
+
+
+def _forward(params: Any, config: ModelConfig, batch: Batch, aux: tuple[int, ...]) -> decoder.Forward:
     b, t = batch.tokens.shape
     documents, index = batch.documents, jnp.arange(t)
     visible = (documents[:, :, None] == documents[:, None, :]) & (index[:, None] >= index[None, :])
     dtype = params["embed"].dtype if hasattr(params["embed"], "dtype") else jnp.bfloat16
     cache = decoder.init_cache(config, b, t, dtype)
-    out = decoder.forward(params, config, batch.tokens, batch.positions, cache, visible, aux=aux)
-    top, log_norm = head_summary(params, config, out.hidden)
-    return TargetFeatures(out.aux, out.hidden, top, log_norm)
+    return decoder.forward(params, config, batch.tokens, batch.positions, cache, visible, aux=aux)
 
 
 def head_summary(params: Any, config: ModelConfig, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -21,7 +21,7 @@ from eaglejax.models.target import Target
 from eaglejax.nn.linear import PackedWeight, embedding
 from eaglejax.quant.detect import check_basis
 from eaglejax.train import curate, warm
-from eaglejax.train.features import target_features
+from eaglejax.train.features import boundaries
 from eaglejax.train.objectives import Head
 from eaglejax.train.packing import assemble, pack
 from eaglejax.train.samples import Report, Sample, read_samples
@@ -202,43 +202,34 @@ def _count_vocab(size: int, settings: TrainSettings, target: Target, data: Data)
 
 
 def fit_data(target: Target, aux: tuple[int, ...], samples: Sequence[Sample], capacity: int) -> warm.FitData:
-    """Rows of training text for the closed-form start, at most about ``FIT_TOKENS``.
-
-    The state between the last block's attention and its MLP is what the block puts out when its MLP is
-    zeroed.
-    """
+    """Rows of training text for the closed-form start, at most about ``FIT_TOKENS``."""
     chosen: list[Sample] = []
     for sample in samples:
         if sum(len(s) for s in chosen) >= FIT_TOKENS:
             break
         chosen.append(sample)
-    layers, last = target.config.num_layers, target.params["layers"][-1]
-    if "down" not in last:
-        raise ConfigError("start 'fit' needs a dense MLP in the target's last layer; use start 'random'")
-    silent = {**last, "down": jnp.zeros(last["down"].shape, last["down"].dtype)}
-    without = {**target.params, "layers": [*target.params["layers"][:-1], silent]}
+    params, config = warm.split_last_block(target)
+    layers = target.config.num_layers
+    read = (*(layers + 1 if i == layers else i for i in aux), layers + 1, layers)
     skip = 4  # a text's first tokens carry outsized states that a linear map must not be bent by
     parts = []
     for row in pack([len(s) for s in chosen], capacity):
         members = [chosen[i] for i in row]
         batch = assemble(members, capacity)
-        found = target_features(target.params, target.config, batch, (*aux, layers))
-        middle = target_features(without, target.config, batch, (layers,)).aux
-        assert found.aux is not None
-        assert middle is not None
-        states, after = (np.asarray(a[0].astype(jnp.float32)) for a in (found.aux, middle[:, :, 0]))
+        found = np.asarray(boundaries(params, config, batch, read)[0].astype(jnp.float32))
+        states, after = found[:, :-1], found[:, -1]
         documents = np.asarray(batch.documents[0])
         at = np.flatnonzero((documents[:-1] == documents[1:]) & (np.asarray(batch.positions[0, :-1]) >= skip))
         tokens = jnp.asarray(np.asarray(batch.tokens[0])[at + 1])
         rows = np.asarray(embedding(target.params["embed"], tokens).astype(jnp.float32))
         parts.append(warm.FitData(states[at, :-1], states[at, -1], after[at + 1], rows))
-    found = warm.concatenate(parts)
-    if not len(found.last):
+    data = warm.concatenate(parts)
+    if not len(data.last):
         raise ConfigError(
             f"start 'fit' needs texts of more than {skip + 1} tokens, and the first {len(chosen)} samples "
             "are shorter; use start 'layer'"
         )
-    return found
+    return data
 
 
 def _first_weights(

@@ -107,7 +107,7 @@ def make_update(
     def loss_of(
         weights: Weights, frozen: EagleParams, head: Head, batch: Batch, rows: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, Metrics]:
-        cast = eagle_model.cast(weights, compute_dtype)
+        cast = eagle_model.cast(weights, config, compute_dtype)
         attend = training_attention(config, batch.documents, remat=remat, mesh=mesh)
         params = dataclasses.replace(frozen, weights=cast)
         return objective_loss(params, config, objective, head, batch, rows, key, attend)

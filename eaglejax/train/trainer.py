@@ -342,7 +342,7 @@ def export(folder: Path, draft: Draft, weights: Weights, settings: TrainSettings
     foreign = set(leaf_paths(complete)) ^ set(leaf_paths(param_table(draft.config)))
     if foreign:
         raise EaglejaxError(f"the trained weights lack, or should not have, {', '.join(sorted(foreign))}")
-    complete = jax.tree.map(np.asarray, eagle_model.cast(jax.tree.map(jnp.asarray, complete), dtype))
+    complete = jax.tree.map(np.asarray, eagle_model.cast(complete, draft.config, dtype))
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     tensors = tensors_of_weights(draft.config, complete)

@@ -171,6 +171,30 @@ def fitted_weights(
     return weights
 
 
+def split_last_block(target: Target) -> tuple[Any, ModelConfig]:
+    """The same function as ``target`` with its last block in two: one that only attends, one that is only the
+    MLP. The state between them is then a boundary like the others, number ``num_layers``, and the last one
+    has the number after it. Raises ConfigError for a mixture of experts."""
+    *before, last = target.params["layers"]
+    if "down" not in last:
+        raise ConfigError("start 'fit' needs a dense MLP in the target's last layer; use start 'random'")
+
+    def without(*names: str) -> dict[str, Any]:
+        return {**last, **{n: jnp.zeros(last[n].shape, last[n].dtype) for n in names if n in last}}
+
+    def longer(flags: tuple[bool, ...]) -> tuple[bool, ...]:
+        return (*flags, *flags[-1:])
+
+    config = target.config
+    parts = [without("down", "down_bias"), without("o", "o_bias")]
+    return {**target.params, "layers": [*before, *parts]}, dataclasses.replace(
+        config,
+        num_layers=config.num_layers + 1,
+        sliding=longer(config.sliding),
+        sparse=longer(config.sparse),
+    )
+
+
 def ridge(x: np.ndarray, y: np.ndarray, strength: float = _RIDGE) -> np.ndarray:
     """W [I, O] that minimises |x W - y|^2 + strength * n * |W|^2 in columns of x scaled to unit size."""
     scale = np.sqrt(np.mean(x * x, axis=0)) + 1e-6

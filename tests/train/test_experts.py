@@ -96,7 +96,7 @@ def test_the_balance_term_reaches_the_router_alone_and_padding_does_not_count(we
 
 
 def test_routers_stay_in_f32_when_weights_are_cast(weights):
-    cast = eagle_model.cast(weights, jnp.bfloat16)
+    cast = eagle_model.cast(weights, CONFIG, jnp.bfloat16)
     kinds = {k: cast["layers"][0][k].dtype for k in ("router", "q")} | {"fc": cast["fc"].dtype}
     assert kinds == {"router": jnp.float32, "q": jnp.bfloat16, "fc": jnp.bfloat16}
     assert eagle_model.param_table(CONFIG, jnp.bfloat16)["layers"][0]["router"].dtype == jnp.float32

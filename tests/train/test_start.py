@@ -21,6 +21,7 @@ from eaglejax.nn.mlp import gated_mlp
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import RopeConfig
 from eaglejax.train import warm
+from eaglejax.train.features import boundaries, target_features
 from eaglejax.train.packing import assemble
 from eaglejax.train.plan import make_plan
 from eaglejax.train.prepare import Data, fit_data, planned_config, prepare_draft
@@ -61,6 +62,15 @@ def test_the_middle_state_is_what_the_last_mlp_turns_into_the_last_boundary(targ
     out = middle + (gate / (1 + np.exp(-gate)) * (x @ np.asarray(layer["up"]))) @ np.asarray(layer["down"])
     np.testing.assert_allclose(out, rows.last[here + 1], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(rows.aux[:, -1], rows.last, rtol=1e-6)
+
+
+def test_a_target_with_its_last_block_in_two_is_the_same_function(target):
+    batch = assemble(SAMPLES[:1], 64)
+    params, config = warm.split_last_block(target)
+    n = target.config.num_layers
+    whole = target_features(target.params, target.config, batch, (1, n - 1, n)).aux
+    split = boundaries(params, config, batch, (1, n - 1, n + 1))
+    np.testing.assert_allclose(split, whole, rtol=1e-6, atol=1e-6)
 
 
 def test_a_norm_behind_the_targets_mlp_becomes_a_scale_of_what_the_draft_writes():
@@ -238,8 +248,8 @@ def test_a_published_draft_with_an_embedding_of_its_own_is_gone_on_from(target, 
     # The forward reads that embedding, not the target's.
     batch = assemble(SAMPLES[:1], 64)
     features = jnp.asarray(np.random.default_rng(0).normal(size=(1, 64, 3, HIDDEN)), jnp.bfloat16)
-    cast = draft.frozen.replace(weights=eagle_model.cast(draft.weights, jnp.bfloat16))
-    whole = EagleParams(eagle_model.cast(weights, jnp.bfloat16))
+    cast = draft.frozen.replace(weights=eagle_model.cast(draft.weights, draft.config, jnp.bfloat16))
+    whole = EagleParams(eagle_model.cast(weights, draft.config, jnp.bfloat16))
     a, b = (unroll(p, draft.config, features, jnp.asarray(batch.tokens), 1)[0] for p in (cast, whole))
     np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
