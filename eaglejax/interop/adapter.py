@@ -269,7 +269,8 @@ class DeviceAdapter(abc.ABC):
     def _dynamic_quant(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide = x.float()
         largest = wide.abs().amax(-1)
-        scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+        # A row with NaN or infinity keeps a scale that is not finite: integers cannot say it.
+        scale = torch.where(largest == 0, torch.ones_like(largest), largest / 127)
         return torch.round(wide / scale.unsqueeze(-1)).to(torch.int8), scale
 
     def quant_matmul(

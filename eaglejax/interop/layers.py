@@ -103,7 +103,8 @@ def packed_linear(
         return adapter.quant_matmul(values, w.integers(), w.scale, scale, dtype)
     assert w.input_scale is not None
     steps = x.float() / w.input_scale
-    scale = w.input_scale.float().expand(x.shape[:-1])
+    sound = torch.isfinite(x).all(-1)
+    scale = torch.where(sound, w.input_scale.float(), float("nan"))
     if w.input_offset is None:
         values = torch.round(steps).clamp(-127, 127).to(torch.int8)
         return adapter.quant_matmul(values, w.integers(), w.scale, scale, dtype)

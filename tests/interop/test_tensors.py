@@ -11,7 +11,9 @@ import torch
 
 from eaglejax.errors import ConfigError
 from eaglejax.interop import arrays
+from eaglejax.interop.layers import packed_linear
 from eaglejax.interop.tensors import cache_to_jax, cache_to_torch, to_jax, to_torch, tree_to_torch
+from eaglejax.interop.torch_cpu import TorchCPU
 from eaglejax.nn.cache import init_cache
 
 VALUES = np.asarray([[0.0, 1.5, -2.0, 96.0], [-0.25, 3.0, 0.5, -8.0]], np.float32)
@@ -117,3 +119,20 @@ def test_packed_tensors_refuse_what_they_cannot_mean():
         fields = {"values": values, "scale": scale, "bits": 8, "activation": "dynamic", **changes}
         with pytest.raises(ConfigError, match=text):
             arrays.PackedTensor(**fields)
+
+
+@pytest.mark.parametrize("static", [{}, {"input_scale": 0.1}, {"input_scale": 0.1, "input_offset": 3.0}])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_token_that_is_not_finite_stays_so_and_stays_alone(static, bad):
+    """As in ``quant.array``: integers have no NaN, the scale of a row has."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-9, 9, (4, 2), generator=generator).to(torch.int8)
+    fields = {name: torch.tensor(value) for name, value in static.items()}
+    kind = "static" if static else "dynamic"
+    w = arrays.PackedTensor(values, torch.ones(2), bits=8, activation=kind, **fields)
+    x = torch.randn((3, 4), generator=generator)
+    broken = x.clone()
+    broken[1, 2] = bad
+    want, got = (packed_linear(TorchCPU(), one, w, torch.float32) for one in (x, broken))
+    assert not torch.isfinite(got[1]).any()
+    torch.testing.assert_close(got[[0, 2]], want[[0, 2]], rtol=0, atol=0)
