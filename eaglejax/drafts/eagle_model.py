@@ -149,14 +149,11 @@ def init_eagle(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) ->
     return pytree.initialize(param_table(config, dtype), key)
 
 
-def cast(weights: Weights, dtype: Any) -> Weights:
-    """The weights in ``dtype``, but for routers, which stay as they are (f32)."""
-
-    def one(path: Any, weight: jax.Array) -> jax.Array:
-        routes = getattr(path[-1], "key", None) == "router"
-        return weight if routes else weight.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(one, weights)
+def cast(weights: Weights, config: EagleConfig, dtype: Any) -> Weights:
+    """The weights, or some of them, each in what ``param_table`` of ``dtype`` holds it in."""
+    infos, _ = jax.tree_util.tree_flatten_with_path(param_table(config, dtype), is_leaf=pytree.is_info)
+    held_in = {path: info.dtype for path, info in infos}
+    return jax.tree_util.tree_map_with_path(lambda path, w: w.astype(held_in[path]), weights)
 
 
 def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> kv.KVCache:

@@ -19,7 +19,7 @@ from eaglejax.checkpoint.eagle import head_matrix, read_weights
 from eaglejax.checkpoint.eagle_read import DraftFile
 from eaglejax.checkpoint.eagle_write import FormName, tensors_of_weights, write_draft
 from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import Weights
+from eaglejax.drafts.eagle_model import Weights, cast
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.models.target import Target
 from eaglejax.quant.align import (
@@ -103,12 +103,9 @@ def align_file(
         weights["head"] = original_head(head, basis, np.float32) if original is None else head
         changes |= {"own_head": True, "target_rows": False}
         notes.append(f"the head, which the draft borrows, was {whence} and written out")
-    dtype = file.store.dtype("fc.weight")
-    weights = {
-        name: value if name == "feature_map" else jax.tree.map(lambda x: np.asarray(x).astype(dtype), value)
-        for name, value in weights.items()
-    }
-    return AlignedDraft(dataclasses.replace(config, **changes), weights, file.ids, tuple(notes))
+    config = dataclasses.replace(config, **changes)
+    weights = jax.tree.map(np.asarray, cast(weights, config, file.store.dtype("fc.weight")))
+    return AlignedDraft(config, weights, file.ids, tuple(notes))
 
 
 def write_aligned(

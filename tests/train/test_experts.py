@@ -95,13 +95,6 @@ def test_the_balance_term_reaches_the_router_alone_and_padding_does_not_count(we
     assert leaves_equal(gradient(weights, scrambled, 3.0), with_term)
 
 
-def test_routers_stay_in_f32_when_weights_are_cast(weights):
-    cast = eagle_model.cast(weights, CONFIG, jnp.bfloat16)
-    kinds = {k: cast["layers"][0][k].dtype for k in ("router", "q")} | {"fc": cast["fc"].dtype}
-    assert kinds == {"router": jnp.float32, "q": jnp.bfloat16, "fc": jnp.bfloat16}
-    assert eagle_model.param_table(CONFIG, jnp.bfloat16)["layers"][0]["router"].dtype == jnp.float32
-
-
 def test_a_start_from_the_targets_layer_is_that_of_a_dense_draft_as_wide_as_one_expert(target):
     settings = DraftSettings(start="layer", aux=(2, 3, 4), vocab=64, experts=3, expert_size=40)
     mixed = new_config(settings, target, 3)

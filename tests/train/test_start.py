@@ -211,6 +211,7 @@ def test_a_new_draft_has_the_targets_rows_as_its_head_and_goes_on_from_its_expor
     for name in ("q", "gate"):
         np.testing.assert_array_equal(again.weights["layers"][0][name], draft.weights["layers"][0][name])
     bound = load_draft(folder, target)
+    np.testing.assert_array_equal(bound.params.ids, draft.ids)
     tokens = jnp.asarray([SAMPLES[0].ids[:16]])
     features = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 3, HIDDEN)), jnp.float32)
     ours = draft.frozen.replace(weights=draft.weights)

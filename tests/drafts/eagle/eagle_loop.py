@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.eagle import bind
@@ -66,6 +67,84 @@ def draft_config(target: ModelConfig, version: int = 3, **changes: Any) -> Eagle
 def join(made: EagleParams, config: EagleConfig, target: Target) -> EagleParams:
     """Random draft weights joined with what they borrow of ``target``."""
     return bind(config, made.weights, target, None if made.ids is None else np.asarray(made.ids))
+
+
+def _unit_rows(table: jax.Array) -> jax.Array:
+    return table / jnp.sqrt(jnp.mean(table**2, -1, keepdims=True))
+
+
+def own_layer_pair() -> tuple[Target, EagleConfig, EagleParams]:
+    """A one-layer target whose window hides the token that drafts never see, and that layer as EAGLE-1 draft.
+
+    Embeddings of unit RMS make the target's input norm the identity, so EAGLE-1's layer without one computes
+    the target's layer on the next token; the final norm changes no argmax. Greedy drafts are all right.
+    """
+    window = 4
+    config = target_config(num_layers=1, window=window, sliding=(True,))
+    target = make_target(config, seed=2, scale=12.0)
+    params = {**target.params, "embed": _unit_rows(target.params["embed"])}
+    layer = params["layers"][0]
+    target = dataclasses.replace(target, params=params)
+    draft = draft_config(
+        config,
+        1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=24,
+        windows=(window,),
+        norm_eps=config.norm_eps,
+    )
+    weights = {
+        "fc": jnp.concatenate([jnp.eye(16), jnp.zeros((16, 16))]),
+        "layers": [{k: layer[k] for k in ("q", "k", "v", "o", "mlp_norm", "gate", "up", "down")}],
+    }
+    return target, draft, join(EagleParams(weights), draft, target)
+
+
+def last_token_pair(
+    embed_scale: float | None = None, softcap: float | None = None
+) -> tuple[Target, EagleConfig, EagleParams]:
+    """A target whose next token depends on the last alone, and an EAGLE-3 draft with the same law: v and o
+    that turn [e, h] into e - h undo the residual."""
+    config = target_config(num_layers=1, max_position=64, embed_scale=embed_scale, final_softcap=softcap)
+    target = make_target(config, seed=4, scale=12.0)
+    layer = {**target.params["layers"][0], "o": jnp.zeros((32, 16))}
+    embed = _unit_rows(target.params["embed"]) / (embed_scale or 1.0)
+    params = {**target.params, "embed": embed, "layers": [layer]}
+    target = dataclasses.replace(target, params=params)
+    draft = draft_config(
+        config,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=24,
+        windows=(1,),
+        num_aux=1,
+        aux=(1,),
+        norm_before_residual=True,
+        norm_eps=config.norm_eps,
+        embed_scale=embed_scale,
+        softcap=softcap,
+    )
+    eye, zero = jnp.eye(16), jnp.zeros((32, 16))
+    weights = {
+        "fc": eye,
+        "layers": [
+            {
+                "q": zero,
+                "k": zero,
+                "v": jnp.concatenate([eye, -eye]),
+                "o": eye,
+                "input_norm": jnp.ones(16),
+                "hidden_norm": jnp.ones(16),
+                **{k: layer[k] for k in ("mlp_norm", "gate", "up", "down")},
+            }
+        ],
+        "norm": params["norm"],
+        "head": params["head"],
+    }
+    return target, draft, join(EagleParams(weights), draft, target)
 
 
 def decode(

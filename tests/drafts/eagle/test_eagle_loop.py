@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eagle_cases import make
-from eagle_loop import CONTEXT, decode, draft_config, join, make_target, target_config
+from eagle_loop import (
+    CONTEXT,
+    decode,
+    draft_config,
+    join,
+    last_token_pair,
+    make_target,
+    own_layer_pair,
+    target_config,
+)
 
 from eaglejax import sampling
 from eaglejax.drafts.autoregressive import Autoregressive
@@ -61,39 +70,11 @@ def test_greedy_text_is_the_targets(version, changes, options):
     assert all(r.stats.num_draft_tokens > 0 for r in results)
 
 
-def unit_rows(table: jax.Array) -> jax.Array:
-    return table / jnp.sqrt(jnp.mean(table**2, -1, keepdims=True))
-
-
 def test_the_targets_own_layer_as_eagle1_draft_is_accepted_whole():
-    """O3 with attention: a one-layer target whose window hides the token that drafts never see.
-
-    Embeddings of unit RMS make the target's input norm the identity, so EAGLE-1's layer without one computes
-    the target's layer on the next token; the final norm changes no argmax. Any slip of one position, mask or
-    refill costs acceptance.
-    """
-    window, depth = 4, 5
-    config = target_config(num_layers=1, window=window, sliding=(True,))
-    target = make_target(config, seed=2, scale=12.0)
-    params = {**target.params, "embed": unit_rows(target.params["embed"])}
-    layer = params["layers"][0]
-    target = dataclasses.replace(target, params=params)
-    draft = draft_config(
-        config,
-        1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=24,
-        windows=(window,),
-        norm_eps=config.norm_eps,
-    )
-    weights = {
-        "fc": jnp.concatenate([jnp.eye(16), jnp.zeros((16, 16))]),
-        "layers": [{k: layer[k] for k in ("q", "k", "v", "o", "mlp_norm", "gate", "up", "down")}],
-    }
+    """O3 with attention. Any slip of one position, mask or refill costs acceptance."""
+    depth = 5
+    target, draft, params = own_layer_pair()
     prompts = ([1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1])
-    params = join(EagleParams(weights), draft, target)
     # Every node's best child is in the tree, beside others that the walk has to leave out.
     tree = from_choices([[1], [0, 1], *([0] * n for n in range(1, depth + 1))])
     for r in decode(target, Eagle(draft, tree), params, prompts, tokens=25):
@@ -102,47 +83,11 @@ def test_the_targets_own_layer_as_eagle1_draft_is_accepted_whole():
 
 
 def test_a_perfect_eagle3_draft_is_accepted_whole_sampled_too():
-    """O3 for the 2H layer: where the next token depends on the last alone, v and o that turn [e, h] into e -
-    h undo the residual, and the draft's law is the target's: chains are accepted whole at any temperature,
-    siblings too."""
-    config = target_config(num_layers=1, max_position=64)
-    target = make_target(config, seed=4, scale=12.0)
-    layer = {**target.params["layers"][0], "o": jnp.zeros((32, 16))}
-    params = {**target.params, "embed": unit_rows(target.params["embed"]), "layers": [layer]}
-    target = dataclasses.replace(target, params=params)
-    draft = draft_config(
-        config,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=24,
-        windows=(1,),
-        num_aux=1,
-        aux=(1,),
-        norm_before_residual=True,
-        norm_eps=config.norm_eps,
-    )
-    eye, zero = jnp.eye(16), jnp.zeros((32, 16))
-    weights = {
-        "fc": eye,
-        "layers": [
-            {
-                "q": zero,
-                "k": zero,
-                "v": jnp.concatenate([eye, -eye]),
-                "o": eye,
-                "input_norm": jnp.ones(16),
-                "hidden_norm": jnp.ones(16),
-                **{k: layer[k] for k in ("mlp_norm", "gate", "up", "down")},
-            }
-        ],
-        "norm": params["norm"],
-        "head": params["head"],
-    }
-    joined = join(EagleParams(weights), draft, target)
+    """O3 for the 2H layer: chains are accepted whole at any temperature."""
+    target, draft, params = last_token_pair()
     prompts = ([1, 2, 3], [9, 8, 7, 6])
     heat = Sampling(1.0, seed=3)
-    for r in decode(target, Eagle(draft, chain(4), sample=True), joined, prompts, tokens=41, sampling=heat):
+    for r in decode(target, Eagle(draft, chain(4), sample=True), params, prompts, tokens=41, sampling=heat):
         assert len({*r.token_ids}) > 5
         # Rounding of p / q can refuse a draft once in a long while.
         assert r.stats.mean_acceptance_length >= 4.8
