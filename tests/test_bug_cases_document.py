@@ -20,6 +20,12 @@ def names_in(path: Path) -> set[str]:
     return found
 
 
+def test_every_case_has_one_line() -> None:
+    text = (ROOT / "docs/bug_cases.md").read_text(encoding="utf-8")
+    found = [c for line in re.findall(r"^\| (A[^|]*) \|", text, re.MULTILINE) for c in line.split(", ")]
+    assert sorted(found) == [f"A{n:02}" for n in range(1, 87)]
+
+
 def test_every_test_that_the_document_names_exists() -> None:
     text = (ROOT / "docs/bug_cases.md").read_text(encoding="utf-8")
     count = 0

@@ -153,8 +153,10 @@ def samples_of_row(
         sample = make_sample([*prompt, *answer], marks, name, vocab_size)
         return [dataclasses.replace(sample, conversation=first)]
     if "input_ids" in row and "loss_mask" in row:
-        given = [bool(m) for m in _ids(row, "loss_mask", name)]
-        return [make_sample(_ids(row, "input_ids", name), given, name, vocab_size)]
+        given = _ids(row, "loss_mask", name)
+        if not {0, 1}.issuperset(given):
+            raise RequestError(f"{name}: loss_mask holds 1 for tokens of an answer and 0 for the rest alone")
+        return [make_sample(_ids(row, "input_ids", name), [m == 1 for m in given], name, vocab_size)]
     for field in ("messages", "conversations"):
         if field in row:
             messages = read_messages(row[field], name)

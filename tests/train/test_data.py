@@ -120,6 +120,9 @@ def test_a_template_that_trims_still_finds_its_answer_and_one_that_changes_it_is
         ({"messages": [{"role": "user", "content": 3}]}, "no text"),
         ({"prompt_ids": [1], "completion_ids": []}, "nothing is supervised"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "equally many"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "nothing is supervised"),
+        # A list of labels, whose ids and -100 would all count as true.
+        ({"input_ids": [1, 2], "loss_mask": [-100, 2]}, "1 for tokens of an answer"),
         ({"prompt_ids": [1], "completion_ids": [VOCAB]}, f"0..{VOCAB - 1}"),
         ({"text": "x"}, "training row has"),
     ],

@@ -254,6 +254,10 @@ def test_checkpoints_of_another_run_are_refused_by_name(prepared, whole, target)
     ):
         with pytest.raises(MismatchError, match=f"another run: {name} was"):
             Trainer(run, model, data, draft).run()
+    # As many tokens, but others: what other data or another tokenizer gives.
+    recounted = dataclasses.replace(draft, vocab=dataclasses.replace(draft.vocab, key="0" * 32))
+    with pytest.raises(MismatchError, match="another run: vocabulary was"):
+        Trainer(settings, target, data, recounted).run()
 
 
 def test_resolved_settings_read_back_equal(whole, tmp_path):

@@ -73,6 +73,8 @@ def test_a_file_is_read_with_overrides_and_written_back_equal(tmp_path):
         ("data.mix=false", r"set data\.mix = true"),
         ("data={train=[{path='a'}], total=5}", r"set data\.mix = true"),
         ("draft.vocab=0", r"draft\.vocab is 0; it must be at least 1"),
+        ("draft.vocab=-1", r"draft\.vocab is -1; it must be at least 1"),
+        ("draft.vocab=64.0", r"draft\.vocab is 64\.0; it must be of type int"),
         ("draft.num_heads=0", r"draft\.num_heads is 0"),
         ("draft={vocab_prior=0.1}", r"set draft\.vocab"),
         ("draft.expert_size=8", r"draft\.experts is 0"),

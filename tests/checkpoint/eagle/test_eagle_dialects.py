@@ -355,6 +355,23 @@ def test_drafts_of_other_targets_are_refused(tmp_path):
         read_draft(folder, aux=(2, 2, 3))
 
 
+@pytest.mark.parametrize(
+    ("layers", "want"),
+    [(1, None), (2, None), (3, (0, 1, 2)), (4, None), (6, None), (7, (2, 3, 4)), (32, (2, 16, 29))],
+)
+def test_shallow_targets_have_no_usual_boundaries(tmp_path, layers, want):
+    """A66: three that exist and differ, or a refusal that says to name some; those are then read."""
+    config = dataclasses.replace(TARGET_CONFIG, num_layers=layers, sliding=())
+    folder = draft(tmp_path)
+    if want is None:
+        with pytest.raises(MismatchError, match=f"{layers} layers is too shallow.*name three"):
+            read_draft(folder).config.fit(config)
+    else:
+        assert read_draft(folder).config.fit(config).aux == want
+    if layers >= 2:
+        assert read_draft(folder, aux=(0, 1, 2)).config.fit(config).aux == (0, 1, 2)
+
+
 def test_layer_ids_follow_the_convention(tmp_path):
     """A64, A66: block numbers get one added, boundaries do not; the guess is noted and can be overridden."""
     for ids, convention, want in (

@@ -1,4 +1,4 @@
-"""What training computes of a draft that decoding accepts whole, and which weights a cast leaves in float32."""
+"""What training computes of a draft that decoding accepts whole, and what a cast leaves in float32."""
 
 from __future__ import annotations
 
