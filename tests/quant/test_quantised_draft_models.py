@@ -28,8 +28,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("target", "draft"), [("w8a8", "float"), ("float", "w8a8")])
 def test_a_quantised_model_makes_its_partner_neither_quantised_nor_float(folders, target, draft) -> None:
-    """A59: the text is the target's, and the draft's weights are those of its folder: being the same model but
-    for int8, it guesses well."""
+    """A59: the text is the target's, and the draft's weights are those of its folder: being the same model
+    but for int8, it guesses well."""
     model = load_target(folders[target], dtype="float32")
     bound = load_draft_model(folders[draft], model, length=3)
     for params, name in ((model.params, target), (bound.params, draft)):
