@@ -28,9 +28,6 @@ from eaglejax.train.samples import Report, Sample, read_samples
 from eaglejax.train.settings import DataSettings, DraftSettings, TrainSettings
 from eaglejax.train.vocab import VocabMap, build_vocab_map, count_all, count_supervised, given_vocab_map
 
-FIT_TOKENS = 65536
-"""Tokens of training text that the closed-form start is fitted to."""
-
 STARTS = ("fit", "layer", "random")
 
 
@@ -201,11 +198,13 @@ def _count_vocab(size: int, settings: TrainSettings, target: Target, data: Data)
     return build_vocab_map(counts, size, tokenizer_hash=tokenizer.hash, prior=prior)
 
 
-def fit_data(target: Target, aux: tuple[int, ...], samples: Sequence[Sample], capacity: int) -> warm.FitData:
-    """Rows of training text for the closed-form start, at most about ``FIT_TOKENS``."""
+def fit_data(
+    target: Target, aux: tuple[int, ...], samples: Sequence[Sample], capacity: int, tokens: int
+) -> warm.FitData:
+    """Rows of training text for the closed-form start, from samples of about ``tokens`` at most."""
     chosen: list[Sample] = []
     for sample in samples:
-        if sum(len(s) for s in chosen) >= FIT_TOKENS:
+        if sum(len(s) for s in chosen) >= tokens:
             break
         chosen.append(sample)
     params, config = warm.split_last_block(target)
@@ -220,8 +219,8 @@ def fit_data(target: Target, aux: tuple[int, ...], samples: Sequence[Sample], ca
         states, after = found[:, :-1], found[:, -1]
         documents = np.asarray(batch.documents[0])
         at = np.flatnonzero((documents[:-1] == documents[1:]) & (np.asarray(batch.positions[0, :-1]) >= skip))
-        tokens = jnp.asarray(np.asarray(batch.tokens[0])[at + 1])
-        rows = np.asarray(embedding(target.params["embed"], tokens).astype(jnp.float32))
+        ids = jnp.asarray(np.asarray(batch.tokens[0])[at + 1])
+        rows = np.asarray(embedding(target.params["embed"], ids).astype(jnp.float32))
         parts.append(warm.FitData(states[at, :-1], states[at, -1], after[at + 1], rows))
     data = warm.concatenate(parts)
     if not len(data.last):
@@ -242,7 +241,7 @@ def _first_weights(
         weights = warm.layer_weights(config, target, seed)
     else:
         warm.check_start(config, target.config, "fit")
-        found = fit_data(target, config.aux, samples, settings.data.row_tokens)
+        found = fit_data(target, config.aux, samples, settings.data.row_tokens, settings.draft.fit_tokens)
         weights = warm.fitted_weights(config, target, found, seed)
     weights.pop("head", None)
     return weights

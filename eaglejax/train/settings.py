@@ -67,6 +67,7 @@ class DraftSettings:
     """
 
     start: str = "fit"
+    fit_tokens: int = 65536
     aux: tuple[int, ...] = ()
     vocab: int | None = None
     vocab_prior: float = 0.0
@@ -205,12 +206,14 @@ class TrainSettings:
             raise ConfigError("draft.expert_size is the width of experts, and draft.experts is 0")
         if self.draft.vocab_prior and not self.draft.vocab:
             raise ConfigError("draft.vocab_prior helps to choose a reduced vocabulary; set draft.vocab")
+        if self.draft.start != "fit" and self.draft.fit_tokens != DraftSettings.fit_tokens:
+            raise ConfigError(f"draft.fit_tokens is for start 'fit', and draft.start is {self.draft.start!r}")
 
 
 _LEAST: dict[str, dict[str, int]] = {
     "data": {"total": 1, "row_tokens": 1},
     "draft": {"vocab": 1, "vocab_prior": 0, "intermediate_size": 1, "experts": 0, "experts_per_token": 1}
-    | {"expert_size": 1, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1},
+    | {"fit_tokens": 1, "expert_size": 1, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1},
     "optimizer": dict.fromkeys(("warmup", "final", "beta1", "beta2", "weight_decay", "clip"), 0),
     "run": {"updates": 1, "rows": 1, "accumulate": 1, "save_every": 1, "evaluate_every": 1, "log_every": 1}
     # A decode of one token is the prompt's own forward, in which no draft has a part.

@@ -43,7 +43,7 @@ SAMPLES = [text(48, seed) for seed in range(60)]
 
 @pytest.fixture(scope="module")
 def rows(target):
-    return fit_data(target, (2, 3, 4), SAMPLES, 64)
+    return fit_data(target, (2, 3, 4), SAMPLES, 64, 4096)
 
 
 def settings_with(**changes):
@@ -94,7 +94,7 @@ def test_a_norm_behind_the_targets_mlp_becomes_a_scale_of_what_the_draft_writes(
     )
     target = random_target(model)
     config = new_config(settings_with(aux=(1, 2, 3), intermediate_size=48, vocab=None).draft, target, 3)
-    found = fit_data(target, config.aux, SAMPLES[:20], 64)
+    found = fit_data(target, config.aux, SAMPLES[:20], 64, 4096)
     weights = warm.fitted_weights(config, target, found, 0)
     layer, here = weights["layers"][0], np.arange(40)
     middle = jnp.asarray(found.middle[here])
