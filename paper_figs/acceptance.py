@@ -28,6 +28,7 @@ def draw(results: Results) -> Any:
             label = f"{entry['label']}, T={entry['temperature']:g}"
             style.theirs(bars, *zip(*shown, strict=True), label, number, line="none")
     bars.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=7)
+    bars.set_ylim(0, 1.5 * bars.get_ylim()[1])  # room for the legend above the published points
     style.finish(bars, "Mean acceptance length", "", "tau")
     for axis, part in ((suites, "suites"), (languages, "languages")):
         for number, (name, values) in enumerate(conditions["greedy"][part].items()):
