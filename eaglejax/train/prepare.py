@@ -210,6 +210,7 @@ def fit_data(
     params, config = warm.split_last_block(target)
     layers = target.config.num_layers
     read = (*(layers + 1 if i == layers else i for i in aux), layers + 1, layers)
+    look_up = jax.jit(embedding)  # op by op, each row of texts would cost a copy of the whole table
     skip = 4  # a text's first tokens carry outsized states that a linear map must not be bent by
     parts = []
     for row in pack([len(s) for s in chosen], capacity):
@@ -219,9 +220,8 @@ def fit_data(
         states, after = found[:, :-1], found[:, -1]
         documents = np.asarray(batch.documents[0])
         at = np.flatnonzero((documents[:-1] == documents[1:]) & (np.asarray(batch.positions[0, :-1]) >= skip))
-        ids = jnp.asarray(np.asarray(batch.tokens[0])[at + 1])
-        rows = np.asarray(embedding(target.params["embed"], ids).astype(jnp.float32))
-        parts.append(warm.FitData(states[at, :-1], states[at, -1], after[at + 1], rows))
+        rows = np.asarray(look_up(target.params["embed"], batch.tokens[0]).astype(jnp.float32))
+        parts.append(warm.FitData(states[at, :-1], states[at, -1], after[at + 1], rows[at + 1]))
     data = warm.concatenate(parts)
     if not len(data.last):
         raise ConfigError(
