@@ -8,13 +8,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.files import read_json, write_text
 from eaglejax.devices import machine
 from eaglejax.errors import ConfigError
 
@@ -59,9 +58,7 @@ def record(
         raise ConfigError(f"the result {study}/{name} holds a value that JSON cannot: {error}") from error
     path = results_folder(study, root) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(text + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, text + "\n")
     return path
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from eaglejax.checkpoint.eagle_configs import write_config
 from eaglejax.checkpoint.eagle_names import IGNORABLE, rules
 from eaglejax.checkpoint.eagle_read import DraftFile
 from eaglejax.checkpoint.eagle_vocabulary import looks_absolute
+from eaglejax.checkpoint.files import write_text
 from eaglejax.checkpoint.safetensors_io import Pending, write_safetensors
 from eaglejax.checkpoint.tables import leaf_paths
 from eaglejax.drafts.eagle_config import EagleConfig, default_boundaries
@@ -260,9 +260,7 @@ def write_draft(
     )
     out.mkdir(parents=True, exist_ok=True)
     write_safetensors(out / "model.safetensors", tensors, {"format": "pt"})
-    temporary = out / f".config.json.{os.getpid()}.part"
-    temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, out / "config.json")
+    write_text(out / "config.json", json.dumps(document, indent=2) + "\n")
     return notes
 
 

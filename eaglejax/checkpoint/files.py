@@ -47,3 +47,10 @@ def read_json(path: Path, *, default: Any = None) -> Any:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
     return value
+
+
+def write_text(path: Path, text: str) -> None:
+    """``text`` as a file that exists whole or not at all: under another name, then renamed to ``path``."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

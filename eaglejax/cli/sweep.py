@@ -44,11 +44,11 @@ class Sweep:
 
     def run(self) -> int:
         """The command. Exit status 1 when a run failed or was interrupted; the same command goes on."""
+        from eaglejax.checkpoint.files import write_text
         from eaglejax.checkpoint.target import load_target
         from eaglejax.devices import machine
         from eaglejax.train.features import fingerprint
         from eaglejax.train.sweep import read_sweep, run_key, write_json
-        from eaglejax.train.writing import write_text
 
         points = read_sweep(self.config, self.overrides, self.grid)
         base = points[0].settings

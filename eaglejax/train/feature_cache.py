@@ -16,14 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.files import read_json, write_text
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile, write_safetensors
 from eaglejax.errors import CheckpointError
 from eaglejax.models.target import Target
 from eaglejax.train.features import check_identity, identity, target_features
 from eaglejax.train.packing import Features, assemble, pack
 from eaglejax.train.samples import Sample
-from eaglejax.train.writing import write_text
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eaglejax.checkpoint.files import write_text
 from eaglejax.errors import ConfigError
 from eaglejax.train.logs import SCALARS
-from eaglejax.train.writing import whole_lines, write_text
+from eaglejax.train.writing import whole_lines
 
 PANELS = (
     ("train/objective", "loss"),

@@ -19,10 +19,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.files import read_json, write_text
 from eaglejax.errors import CheckpointError, MismatchError
 from eaglejax.train.state import TrainState
-from eaglejax.train.writing import write_text
 
 _PREFIX = "update-"
 _VERSIONED = ("eaglejax", "jax", "optax", "orbax-checkpoint", "grain")

@@ -57,8 +57,9 @@ class DraftSettings:
 
     ``start``: "fit" (closed form from the target's features), "layer" (the target's last layer), "random", or
     the folder or Hub id of a draft to go on from, whose shape and vocabulary are then kept (one that has
-    ``target_rows`` can be given a vocabulary of another size). ``aux``:
-    boundaries that an EAGLE-3 draft reads (empty: 2, n/2, n-3). ``vocab``: Vd (None: the whole vocabulary),
+    ``target_rows`` can be given a vocabulary of another size). ``fit_tokens``: tokens of training text that
+    "fit" reads, about, each passed through the target once. ``aux``: boundaries that an EAGLE-3 draft reads
+    (empty: 2, n/2, n-3). ``vocab``: Vd (None: the whole vocabulary),
     chosen by supervised counts plus ``vocab_prior`` times those of all tokens, prompts included: what the
     target was asked about it will also write. ``train_head`` False keeps the target's rows as the head;
     ``target_rows`` then leaves them out of the file and borrows them from the target again. ``experts``: of

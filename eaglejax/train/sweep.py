@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from eaglejax.checkpoint.eagle import draft_folder
-from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.files import read_json, write_text
 from eaglejax.errors import ConfigError
 from eaglejax.train.curate import place
 from eaglejax.train.prepare import STARTS
 from eaglejax.train.samples import Sample, prompt_digest
 from eaglejax.train.settings import TrainSettings, override, parse, read_toml, to_toml
-from eaglejax.train.writing import write_text
 
 FIXED = (
     *("target", "target_dtype", "target_quant", "out"),

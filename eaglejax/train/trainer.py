@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
+from eaglejax.checkpoint.files import write_text
 from eaglejax.checkpoint.tables import leaf_paths
 from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_model import Weights, param_table
@@ -48,7 +49,6 @@ from eaglejax.train.state import (
     shard_batch,
 )
 from eaglejax.train.sweep import draft_digest
-from eaglejax.train.writing import write_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ from eaglejax.models.target import Target
 from eaglejax.nn.mlp import activation
 from eaglejax.nn.rope import frequencies
 from eaglejax.quant.online import plain
+from eaglejax.quant.rotate import norm_weight
 
 _FAST_PAIRS = 3
 """Rotary pairs by which a self-attending head finds its own position: the fastest ones."""
@@ -260,8 +261,7 @@ def _silence(layer: Weights) -> None:
 
 
 def _norm_weight(target: Target, weight: Any) -> jax.Array:
-    """A norm's weight as a plain factor: some families store its distance from one."""
-    return jnp.asarray(weight, jnp.float32) + (1.0 if target.config.norm_offset else 0.0)
+    return jnp.asarray(norm_weight(weight, target.config), jnp.float32)
 
 
 def _f32(value: Any) -> np.ndarray:

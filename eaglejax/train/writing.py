@@ -1,16 +1,9 @@
-"""Files that exist whole or not at all, and logs that survive a kill in the middle of a line."""
+"""Logs that survive a kill in the middle of a line."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-
-
-def write_text(path: Path, text: str) -> None:
-    """``text`` under another name, then renamed to ``path``."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def whole_lines(path: Path) -> list[str]:
