@@ -19,6 +19,7 @@ from eaglejax.errors import EaglejaxError
 
 if TYPE_CHECKING:
     from eaglejax.models.target import Target
+    from eaglejax.train import warm
     from eaglejax.train.prepare import Data
     from eaglejax.train.samples import Sample
     from eaglejax.train.settings import DataSettings, TrainSettings
@@ -101,6 +102,7 @@ class _Session:
     def __init__(self, target: Target, out: Path, runs: Sequence[TrainSettings]) -> None:
         self.target, self.out, self._runs = target, out, runs
         self._data: dict[DataSettings, Data] = {}
+        self._fit: tuple[Any, warm.FitData] | None = None
 
     def folder(self, key: str) -> Path:
         """Where a run lies."""
@@ -114,6 +116,17 @@ class _Session:
             with show.status("reading the data"):
                 self._data[settings] = prepare_data(settings, self.target)
         return self._data[settings]
+
+    def read_fit(
+        self, target: Target, aux: tuple[int, ...], samples: Sequence[Sample], capacity: int, tokens: int
+    ) -> warm.FitData:
+        """``prepare.fit_data``; the last answer is kept, since neighbours on the grid mostly share it."""
+        from eaglejax.train.prepare import fit_data
+
+        key = (aux, [s.key for s in samples], capacity, tokens)
+        if self._fit is None or self._fit[0] != key:
+            self._fit = key, fit_data(target, aux, samples, capacity, tokens)
+        return self._fit[1]
 
     @functools.cached_property
     def prompts(self) -> list[Sample]:
@@ -161,7 +174,7 @@ class _Session:
         if found is None:
             data = self.data(settings.data)
             with show.status("setting up the draft"):
-                draft = prepare_draft(settings, self.target, data)
+                draft = prepare_draft(settings, self.target, data, read_fit=self.read_fit)
             with progress(settings) as notify:
                 outcome = Trainer(settings, self.target, data, draft, notify).run()
             if outcome.interrupted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -181,13 +181,21 @@ def _mlp_shape(settings: DraftSettings, width: int) -> dict[str, Any]:
     }
 
 
-def prepare_draft(settings: TrainSettings, target: Target, data: Data) -> Draft:
-    """The draft that the settings ask for, new or going on from an existing one."""
+FitReader = Callable[[Target, tuple[int, ...], Sequence[Sample], int, int], warm.FitData]
+
+
+def prepare_draft(
+    settings: TrainSettings, target: Target, data: Data, *, read_fit: FitReader | None = None
+) -> Draft:
+    """The draft that the settings ask for, new or going on from an existing one.
+
+    ``read_fit``: ``fit_data`` (None), or what remembers its answers for several drafts on the same text.
+    """
     config = planned_config(settings, target)
     if settings.draft.start not in STARTS:
         return _existing(config, settings, target, data)
     vocab = _count_vocab(config.draft_vocab_size, settings, target, data) if config.reduced else None
-    weights = _first_weights(config, settings, target, data.train)
+    weights = _first_weights(config, settings, target, data.train, read_fit or fit_data)
     return _draft(config, weights, settings, target, vocab)
 
 
@@ -232,7 +240,11 @@ def fit_data(
 
 
 def _first_weights(
-    config: EagleConfig, settings: TrainSettings, target: Target, samples: Sequence[Sample]
+    config: EagleConfig,
+    settings: TrainSettings,
+    target: Target,
+    samples: Sequence[Sample],
+    read_fit: FitReader,
 ) -> Weights:
     seed = settings.run.seed
     if settings.draft.start == "random":
@@ -241,7 +253,7 @@ def _first_weights(
         weights = warm.layer_weights(config, target, seed)
     else:
         warm.check_start(config, target.config, "fit")
-        found = fit_data(target, config.aux, samples, settings.data.row_tokens, settings.draft.fit_tokens)
+        found = read_fit(target, config.aux, samples, settings.data.row_tokens, settings.draft.fit_tokens)
         weights = warm.fitted_weights(config, target, found, seed)
     weights.pop("head", None)
     return weights

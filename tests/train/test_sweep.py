@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from train_tools import EXPERTS, draft_config
 
+from eaglejax.cli.sweep import _Session
 from eaglejax.drafts.eagle_model import init_eagle
 from eaglejax.errors import ConfigError
+from eaglejax.train import prepare
 from eaglejax.train.cost import draft_cost
 from eaglejax.train.curate import split_validation
 from eaglejax.train.samples import Sample
@@ -153,6 +155,25 @@ def test_drafts_are_compared_on_prompts_that_no_run_trains_on():
     assert common_prompts([[code[0], later]], [1.0], 9) == [code[0]]
     with pytest.raises(ConfigError, match="no sample is held out"):
         common_prompts([wide, []], [0.5, 0.0], 4)
+
+
+def test_the_closed_form_start_reads_its_texts_once_while_nothing_about_them_changes(monkeypatch, tmp_path):
+    asked = []
+
+    def counted(target, aux, samples, capacity, tokens):
+        asked.append((aux, len(samples), capacity, tokens))
+        return object()
+
+    monkeypatch.setattr(prepare, "fit_data", counted)
+    sample = Sample(np.arange(4, dtype=np.int32), np.ones(4, bool), "one")
+    other = dataclasses.replace(sample, ids=np.arange(1, 5, dtype=np.int32))
+    session = _Session(None, tmp_path, [])
+    first = session.read_fit(None, (0, 1), [sample], 8, 100)
+    assert session.read_fit(None, (0, 1), [dataclasses.replace(sample)], 8, 100) is first
+    changed = [((0, 2), [sample], 8, 100), ((0, 2), [other], 8, 100), ((0, 2), [other], 16, 100)]
+    found = [session.read_fit(None, *arguments) for arguments in [*changed, ((0, 2), [other], 16, 99)]]
+    assert len({id(answer) for answer in [first, *found]}) == 5
+    assert len(asked) == 5
 
 
 def test_a_studys_record_says_no_places(tmp_path):
