@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eaglejax.errors import ConfigError, RequestError
+from eaglejax.jsonl import parse_object, read_lines
 
 Message = Mapping[str, Any]
 SHAPES = ("prompt", "messages", "turns")
@@ -75,12 +76,12 @@ def read_prompts(
         raise ConfigError(f"limit is {limit}; it must be 1 or more")
     rows: list[PromptRow | BadRow] = []
     predicted = False
-    for number, line in _lines(Path(path)):
+    for number, line in read_lines(path):
         if limit is not None and len(rows) == limit:
             break
         name: str | int = number
         try:
-            fields = _object(line)
+            fields = parse_object(line)
             name = _identity(fields, number)
             row = _row(fields, name, prediction_field)
             predicted |= any(row.predictions)
@@ -92,35 +93,6 @@ def read_prompts(
     if prediction_field and not predicted and any(isinstance(row, PromptRow) for row in rows):
         raise ConfigError(f"no row of {path} has a field {prediction_field!r} with a prediction")
     return rows
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Non-blank lines, numbered from 1. A JSON string may hold U+2028, so newlines alone end a line."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"prompt file {path} cannot be read: {error.strerror}") from error
-    for number, raw in enumerate(data.split(b"\n"), start=1):
-        try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{path}, line {number}: byte {error.start + 1} is not UTF-8; save the file as UTF-8"
-            ) from error
-        if line.strip():
-            yield number, line
-
-
-def _object(line: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"not valid JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise RequestError("not usable JSON: it is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise RequestError(f"a row is a JSON object, this is a {type(value).__name__}")
-    return value
 
 
 def _identity(fields: dict[str, Any], number: int) -> str | int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from eaglejax.drafts.eagle import Eagle
 from eaglejax.drafts.eagle_tree import DynamicTree
 from eaglejax.drafts.tree import StaticTree, chain
 from eaglejax.errors import ConfigError
+from eaglejax.jsonl import parse_object, read_lines
 from eaglejax.speculate import metrics
 from eaglejax.train.features import fingerprint
 from eaglejax.train.settings import parse, read_toml
@@ -166,14 +168,13 @@ class Evaluate:
 def read_suite(path: str, limit: int | None) -> Suite:
     """Rows and their languages. Raises ConfigError for a row that cannot be asked."""
     rows = read_prompts(path, limit=limit)
-    data = Path(path).read_bytes()
-    lines = [line for line in data.decode("utf-8-sig").split("\n") if line.strip()][: len(rows)]
+    lines = itertools.islice(read_lines(path), len(rows))
     for row in rows:
         if isinstance(row, BadRow):
             raise ConfigError(row.error)
-    languages = [str(json.loads(line).get("lang", "unknown")) for line in lines]
+    languages = [str(parse_object(line).get("lang", "unknown")) for _, line in lines]
     good = [row for row in rows if isinstance(row, PromptRow)]
-    return Suite(Path(path).stem, hashlib.sha256(data).hexdigest()[:32], good, languages)
+    return Suite(Path(path).stem, hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32], good, languages)
 
 
 def with_shape(bound: Bound, shape: DynamicTree | StaticTree) -> Bound:

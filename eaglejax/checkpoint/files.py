@@ -1,4 +1,5 @@
-"""Small things every file format needs: JSON objects, the cache folder, a progress bar."""
+"""Small things every file format needs: JSON objects, whole writes, one writer at a time, the cache folder, a
+progress bar."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from eaglejax.devices import compile_cache
 from eaglejax.errors import CheckpointError
@@ -54,3 +57,20 @@ def write_text(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
+
+
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Hold ``path``, a file or folder that grows over a long run, against other processes while the body
+    runs; however this process ends, it is free again. Raises CheckpointError when another holds it."""
+    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise CheckpointError(
+            f"{path} is being written by another process; wait for it, or write elsewhere"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()

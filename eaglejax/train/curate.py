@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from eaglejax.checkpoint.tokenizer import Tokenizer
-from eaglejax.errors import ConfigError
+from eaglejax.errors import ConfigError, RequestError
+from eaglejax.jsonl import parse_object, read_lines
 from eaglejax.train.samples import Report, Sample
 
 NGRAM = 13
@@ -80,16 +80,10 @@ def evaluation_texts(path: str | Path) -> list[str]:
     through.
     """
     texts: list[str] = []
-    try:
-        rows = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"evaluation file {path} cannot be read: {error}") from error
-    for number, line in enumerate(rows, start=1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path):
         try:
-            found = _prompts(json.loads(line))
-        except (json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
+            found = _prompts(parse_object(line))
+        except (RequestError, AttributeError, TypeError, KeyError) as error:
             raise ConfigError(f"{path}, line {number} is no prompt row: {error}") from error
         if not found:
             raise ConfigError(f"{path}, line {number} has neither turns nor prompt nor messages")

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eaglejax.checkpoint.files import read_json, write_text
+from eaglejax.checkpoint.files import only_writer, read_json, write_text
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile, write_safetensors
 from eaglejax.errors import CheckpointError
 from eaglejax.models.target import Target
@@ -75,28 +75,30 @@ def write_features(
     """Compute and store the features of all samples that the folder lacks; how many there were.
 
     ``capacity``: tokens of a packed row; samples must fit it. ``advance`` is told the tokens done. Raises
-    MismatchError when the folder holds features of another kind.
+    MismatchError when the folder holds features of another kind, and CheckpointError while another process
+    writes to it.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = identity(target, aux)
-    if (folder / MANIFEST).exists():
-        _check_manifest(folder, wanted)
-    else:
-        write_text(folder / MANIFEST, json.dumps({"format": FORMAT, "identity": wanted}, indent=2) + "\n")
-    shards = _open_shards(folder)
-    known = _index(shards)
-    todo = list({s.key: s for s in samples if s.key not in known}.values())
-    number = max((int(name[6:-12]) for name in shards), default=-1) + 1
-    for group in _shards(todo, shard_tokens):
-        parts = []
-        for row in pack([len(s) for s in group], capacity):
-            chosen = [group[i] for i in row]
-            parts.append((chosen, _features_of(target, chosen, aux, capacity)))
-            advance(sum(len(s) for s in chosen))
-        _write_shard(folder, f"shard-{number:05d}.safetensors", parts)
-        number += 1
-    return len(todo)
+    with only_writer(folder):
+        wanted = identity(target, aux)
+        if (folder / MANIFEST).exists():
+            _check_manifest(folder, wanted)
+        else:
+            write_text(folder / MANIFEST, json.dumps({"format": FORMAT, "identity": wanted}, indent=2) + "\n")
+        shards = _open_shards(folder)
+        known = _index(shards)
+        todo = list({s.key: s for s in samples if s.key not in known}.values())
+        number = max((int(name[6:-12]) for name in shards), default=-1) + 1
+        for group in _shards(todo, shard_tokens):
+            parts = []
+            for row in pack([len(s) for s in group], capacity):
+                chosen = [group[i] for i in row]
+                parts.append((chosen, _features_of(target, chosen, aux, capacity)))
+                advance(sum(len(s) for s in chosen))
+            _write_shard(folder, f"shard-{number:05d}.safetensors", parts)
+            number += 1
+        return len(todo)
 
 
 def _check_manifest(folder: Path, wanted: dict[str, Any]) -> None:

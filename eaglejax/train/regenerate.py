@@ -7,6 +7,7 @@ started again answers what is missing and writes what it would have written anyw
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,8 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eaglejax.checkpoint.files import only_writer
 from eaglejax.drafts.base import Bound, Proposer
 from eaglejax.errors import ConfigError, RequestError
+from eaglejax.jsonl import parse_object, read_lines
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import Request, check_request
@@ -70,27 +73,18 @@ class Counts:
 def read_prompt_rows(path: str | Path) -> Iterator[Prompt | str]:
     """Rows of a JSON Lines file: ``turns``, ``prompt``, ``messages`` or ``conversations`` (whose user turns
     are asked again; answers in them are not used). A bad row comes as the text of its error."""
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _row(line, f"{path}, line {number}", number)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error.reason}") from error
+    for number, line in read_lines(path):
+        yield _row(line, f"{path}, line {number}", number)
 
 
 def _row(line: str, where: str, number: int) -> Prompt | str:
     try:
-        return _prompt(json.loads(line), where, number)
-    except (json.JSONDecodeError, RequestError) as error:
+        return _prompt(parse_object(line), where, number)
+    except RequestError as error:
         return f"{where}: {error}"
 
 
-def _prompt(row: Any, where: str, number: int) -> Prompt:
-    if not isinstance(row, dict):
-        raise RequestError("a row is a JSON object")
+def _prompt(row: Mapping[str, Any], where: str, number: int) -> Prompt:
     name = str(row.get("id", number))
     messages = row.get("messages", row.get("conversations"))
     opening: list[Mapping[str, Any]] = []
@@ -119,15 +113,17 @@ def regenerate(
     """Answer ``rows`` (the first ``limit``) and append to ``out``; rows that fail go to
     ``<out>.errors.jsonl``, each once.
 
-    ``proposer`` only makes it faster. ``advance`` is told answers and tokens as they are written.
+    ``proposer`` only makes it faster. ``advance`` is told answers and tokens as they are written. Raises
+    CheckpointError while another process writes to ``out``.
     """
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    known = read_answers(out)
     model, counts = fingerprint(target), Counts()
     errors = out.with_name(out.name + ".errors.jsonl")
-    told = set(whole_lines(errors))
-    with out.open("a", encoding="utf-8") as file, errors.open("a", encoding="utf-8") as bad:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(only_writer(out))
+        known, told = read_answers(out), set(whole_lines(errors))
+        file, bad = (stack.enter_context(p.open("a", encoding="utf-8")) for p in (out, errors))
 
         def fail(row: Mapping[str, Any]) -> None:
             counts.failed += 1
@@ -151,8 +147,8 @@ def regenerate(
                 group = []
         if group:
             _answer(target, group, options, model, known, counts, file, fail, proposer, advance)
-    if errors.stat().st_size == 0:
-        errors.unlink()
+        if errors.stat().st_size == 0:
+            errors.unlink()
     return counts
 
 

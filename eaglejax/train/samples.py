@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from eaglejax.checkpoint.tokenizer import Tokenizer
 from eaglejax.errors import ConfigError, RequestError
+from eaglejax.jsonl import parse_object, read_lines
 from eaglejax.train.render import render_conversation
 
 ROLES = {
@@ -122,12 +123,13 @@ def read_samples(
     """
     report, samples = Report(), []
     first_error: RequestError | None = None
-    for name, line in _lines(Path(path)):
+    for number, line in read_lines(path):
+        name = f"{path}, line {number}"
         if limit is not None and report.rows == limit:
             break
         report.rows += 1
         try:
-            found = samples_of_row(_object(line, name), tokenizer, name=name, vocab_size=vocab_size)
+            found = samples_of_row(_named_object(line, name), tokenizer, name=name, vocab_size=vocab_size)
         except RequestError as error:
             first_error = first_error or error
             report.drop("the row cannot be used", str(error))
@@ -223,25 +225,8 @@ def _ids(row: Mapping[str, Any], field: str, name: str) -> list[int]:
     return value
 
 
-def _object(line: str, name: str) -> dict[str, Any]:
+def _named_object(line: str, name: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{name}: not valid JSON: {error.msg}") from error
-    if not isinstance(value, dict):
-        raise RequestError(f"{name}: a row is a JSON object")
-    return value
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        file = path.open(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    with file:
-        try:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}, line {number}", line
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8: {error.reason}") from error
+        return parse_object(line)
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}") from error

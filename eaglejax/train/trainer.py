@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
-from eaglejax.checkpoint.files import write_text
+from eaglejax.checkpoint.files import only_writer, write_text
 from eaglejax.checkpoint.tables import leaf_paths
 from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_model import Weights, param_table
@@ -124,9 +124,14 @@ class Trainer:
         """Train from the latest checkpoint, or from the start, to the last update.
 
         SIGTERM and SIGINT end the run after the update in work, with a checkpoint. Raises EaglejaxError when
-        too many updates in a row could not be applied.
+        too many updates in a row could not be applied, and CheckpointError while another process writes to
+        the same folder.
         """
         self.out.mkdir(parents=True, exist_ok=True)
+        with only_writer(self.out):
+            return self._run()
+
+    def _run(self) -> Result:
         checkpoints = run_checkpoints.RunCheckpoints(
             self.out / "checkpoints", self._binds(), self.settings.run.keep
         )

@@ -15,13 +15,16 @@ from train_tools import leaves_equal
 
 from eaglejax.api import generate
 from eaglejax.checkpoint.eagle import load_draft
+from eaglejax.checkpoint.files import only_writer
 from eaglejax.drafts.tree import chain
-from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
+from eaglejax.errors import CheckpointError, ConfigError, EaglejaxError, MismatchError
 from eaglejax.train import trainer as module
 from eaglejax.train.curate import place
+from eaglejax.train.feature_cache import write_features
 from eaglejax.train.objectives import Objective
 from eaglejax.train.optimizers import optimizer
 from eaglejax.train.prepare import prepare_data, prepare_draft
+from eaglejax.train.regenerate import RegenerateOptions, regenerate
 from eaglejax.train.run_checkpoints import RunCheckpoints
 from eaglejax.train.samples import make_sample, read_samples
 from eaglejax.train.settings import (
@@ -343,3 +346,36 @@ def test_a_draft_is_replaced_without_leftovers(prepared, target, tmp_path):
         export(tmp_path / "draft", draft, draft.weights, settings, dtype="float32")
         assert [p.name for p in tmp_path.iterdir()] == ["draft"]
     assert load_draft(tmp_path / "draft", target)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from eaglejax.checkpoint.files import only_writer
+with only_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_one_process_writes_no_other_one_does_until_it_ends(prepared, target, tmp_path):
+    settings, data, draft = prepared
+    out = tmp_path / "taken"
+    settings = dataclasses.replace(settings, out=str(out))
+    writers = (
+        Trainer(settings, target, data, draft).run,
+        lambda: write_features(out, target, data.train, draft.config.aux, capacity=64),
+        lambda: regenerate(target, iter(()), out, RegenerateOptions()),
+    )
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        for write in writers:
+            with pytest.raises(CheckpointError, match="taken is being written by another process"):
+                write()
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert not list(out.iterdir())
+    with only_writer(out):
+        pass

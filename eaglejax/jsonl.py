@@ -1,0 +1,42 @@
+"""JSON Lines, read one way everywhere: one object a line, errors that name the line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eaglejax.errors import ConfigError, RequestError
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """Non-blank lines, numbered from 1. A JSON string may hold U+2028, so newlines alone end a line.
+
+    Raises ConfigError for a file that cannot be read and for the first line that is not UTF-8.
+    """
+    try:
+        with open(path, "rb") as file:
+            for number, raw in enumerate(file, start=1):
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}, line {number}: byte {error.start + 1} is not UTF-8; save the file as UTF-8"
+        ) from error
+
+
+def parse_object(line: str) -> dict[str, Any]:
+    """The object of one line. Raises RequestError for anything else."""
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"not valid JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise RequestError("not usable JSON: it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"a row is a JSON object, this is a {type(value).__name__}")
+    return value
