@@ -19,6 +19,8 @@ from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target, random_target
 from eaglejax.nn.rope import RopeConfig
 
+Tensors = dict[str, np.ndarray]
+Change = Callable[[Tensors], None]
 V, VD, H, HEADS, KV, HD, F = 40, 24, 16, 4, 2, 4, 20
 
 
@@ -177,3 +179,40 @@ def convert(folder: Path, out: Path, to: Any, **options: Any) -> DraftFile:
     file = read_draft(folder)
     write_draft(out, file.config, tensors_of_file(file), file.ids, to=to, source=file.raw, **options)
     return read_draft(out)
+
+
+MADE = make()
+"""An EAGLE-3 draft with a small vocabulary."""
+
+
+def draft(
+    tmp_path: Path,
+    change: Change | None = None,
+    config: dict[str, Any] | None = None,
+    made: Made = MADE,
+    with_maps: bool = True,
+) -> Path:
+    """``made`` as a folder in the form of its authors, its tensors changed first."""
+    tensors = rename(made.tensors, midlayer) | (maps(made) if with_maps else {})
+    if change:
+        change(tensors)
+    return save(tmp_path / "draft", tensors, FLAT if config is None else config)
+
+
+def drop(*names: str) -> Change:
+    """Tensors that are missing."""
+
+    def change(tensors: Tensors) -> None:
+        for name in names:
+            del tensors[name]
+
+    return change
+
+
+def put(**values: np.ndarray) -> Change:
+    """Tensors that are added or replaced; two underscores stand for a dot."""
+
+    def change(tensors: Tensors) -> None:
+        tensors |= {k.replace("__", "."): v for k, v in values.items()}
+
+    return change

@@ -1,0 +1,289 @@
+"""Decoding with narrow caches: sequential tokens, state recomputed, safe from broken keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_tools import (
+    BATCH,
+    CAPACITY,
+    CASES,
+    CONTEXT,
+    GREEDY,
+    NO_EOS,
+    VOCAB,
+    WIDTH,
+    Case,
+    decode,
+    pad,
+    prompts,
+    tiny_config,
+    tiny_target,
+)
+
+from eaglejax import sampling
+from eaglejax.devices import Attention
+from eaglejax.drafts import eagle_model
+from eaglejax.drafts.draft_model import DraftModel
+from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.drafts.tree import chain
+from eaglejax.errors import ConfigError
+from eaglejax.models import decoder
+from eaglejax.nn import kv_codec
+from eaglejax.nn.cache import CacheScales, KVCache, commit
+from eaglejax.nn.kv_format import FORMATS, KVFormat
+from eaglejax.quant.kv import calibrate_cache
+from eaglejax.speculate import round
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def full_forward(
+    params: Any, config: Any, tokens: jax.Array, form: str, scales: CacheScales | None
+) -> tuple[jax.Array, KVCache]:
+    """Logits [B, T, V] and the cache after one causal forward over ``tokens`` [B, T] from nothing."""
+    batch, size = tokens.shape
+    place = jnp.broadcast_to(jnp.arange(size), (batch, size))
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
+    empty = decoder.init_cache(config, batch, size, form, scales)
+    out = decoder.forward(params, config, tokens, place, empty, causal)
+    return decoder.unembed(params, config, out.hidden), out.cache
+
+
+@functools.cache
+def target_of(form: str) -> Any:
+    """The tiny target with its cache in ``form``."""
+    target = tiny_target()
+    scales = calibrate_cache(target, prompts()) if KVFormat(form).static else None
+    return dataclasses.replace(target, cache_format=form, cache_scales=scales)
+
+
+@functools.cache
+def greedy_texts(form: str) -> tuple[tuple[int, ...], ...]:
+    """Prompts continued to the context's end, one argmax at a time, over a cache in ``form``."""
+    target, texts = target_of(form), [list(p) for p in prompts()]
+    while min(map(len, texts)) < CONTEXT:
+        logits = full_forward(target.params, target.config, pad(texts), form, target.cache_scales)[0]
+        for row, text in enumerate(texts):
+            if len(text) < CONTEXT:
+                text.append(int(logits[row, len(text) - 1].argmax()))
+    return tuple(map(tuple, texts))
+
+
+def start(program: round.Program, params: round.Params, form: str, scales: CacheScales | None) -> Any:
+    """The state after the prompts."""
+    lengths = np.asarray([len(p) for p in prompts()])
+    state = round.jit_init_state(
+        program,
+        params,
+        sampling.rows([GREEDY] * BATCH, VOCAB, prompts()),
+        capacity=CAPACITY,
+        budget=jnp.asarray(CONTEXT - lengths, jnp.int32),
+        eos=jnp.asarray(NO_EOS, jnp.int32),
+        cache_dtype=KVFormat(form),
+        cache_scales=scales,
+    )
+    text = pad(prompts(), CONTEXT + 1)
+    for begin in range(0, max(lengths), WIDTH):
+        count = np.clip(lengths - begin, 0, WIDTH).astype(np.int32)
+        parts = (text[:, begin : begin + WIDTH], text[:, begin + 1 : begin + WIDTH + 1], count)
+        last = jnp.asarray((count > 0) & (lengths <= begin + WIDTH))
+        state, _ = round.jit_prefill_chunk(program, params, state, *map(jnp.asarray, parts), last)
+    return state
+
+
+def assert_cache_is(cache: KVCache, lengths: np.ndarray, reference: KVCache) -> None:
+    """Every committed slot stands for the same numbers. A code may be the neighbour where rounding decides,
+    which few numbers show."""
+    for cached, fresh in zip((*cache.k, *cache.v), (*reference.k, *reference.v), strict=True):
+        got, want = kv_codec.decode(cached), kv_codec.decode(fresh)
+        for row, length in enumerate(lengths):
+            a, b = np.asarray(got[row, :, :length]), np.asarray(want[row, :, :length])
+            assert np.isclose(a, b, rtol=2e-3, atol=2e-4).mean() > 0.99
+            assert np.linalg.norm(a - b) <= 0.03 * np.linalg.norm(b)
+
+
+NARROW = [name for name in FORMATS if not KVFormat(name).plain]
+KERNEL = Attention("pallas", "tpu", interpret=True)
+NARROW_DRAFT = Case(DraftModel(tiny_config(), length=2, cache_dtype="rotor4"), "model")
+FAST = [("turbo3", CASES["mixed"]), ("int8", NARROW_DRAFT)]
+LOOPS = FAST + [
+    pytest.param(form, case, marks=pytest.mark.slow)
+    for form in NARROW
+    for case in (CASES["mixed"], NARROW_DRAFT, CASES["ngram"])
+    if (form, case) not in FAST
+]
+
+
+@pytest.mark.parametrize(("form", "case"), LOOPS)
+def test_rounds_give_sequential_tokens_and_the_state_of_their_text(form: str, case: Case) -> None:
+    """Laws 1 and 4, and one program for every acceptance length."""
+    target, texts = target_of(form), greedy_texts(form)
+    program = round.Program(target.config, case.proposer)
+    reference = full_forward(target.params, target.config, pad(texts), form, target.cache_scales)[1]
+    sizes, accepted = [], []
+    for turn in (0, 1):
+        params = round.Params(target.params, case.params(texts, turn=turn))
+        state = start(program, params, form, target.cache_scales)
+        lengths = np.asarray([len(p) for p in prompts()])
+        for _ in range(7):
+            assert np.asarray(state.cache.lengths).tolist() == lengths.tolist()
+            assert np.asarray(state.root).tolist() == [t[n] for t, n in zip(texts, lengths, strict=True)]
+            assert_cache_is(state.cache, lengths, reference)
+            state, records, _ = round.jit_run_rounds(
+                program, params, state, jax.device_put(np.int32(1)), most=4
+            )
+            count = np.asarray(records.count)[0]
+            for row, text in enumerate(texts):
+                end = lengths[row] + 1 + count[row]
+                assert np.asarray(records.tokens)[0, row, : count[row]].tolist() == list(
+                    text[lengths[row] + 1 : end]
+                )
+            accepted += np.asarray(records.accepted)[0].tolist()
+            lengths = lengths + count
+        sizes.append(round.jit_run_rounds._cache_size())
+    assert len(set(accepted)) > 2
+    assert sizes[0] == sizes[1]
+
+
+def test_the_formats_texts_are_not_all_the_same() -> None:
+    """Or else the test above would show nothing about what is read from the cache."""
+    assert greedy_texts("turbo3") != greedy_texts("int8")
+
+
+@pytest.mark.slow
+def test_whole_answers_with_narrow_caches_on_both_sides() -> None:
+    """Through the public decoder: formats of target and draft chosen apart, the target's by the target."""
+    texts = greedy_texts("int8")
+    want = [list(t[len(p) :]) for t, p in zip(texts, prompts(), strict=True)]
+    for cache in (None, "fp8"):
+        case = Case(DraftModel(tiny_config(), length=2, cache_dtype=cache), "model")
+        results = decode(case.proposer, case.params(texts, turn=1), prompts(), target=target_of("int8"))
+        assert [r.token_ids for r in results] == want
+    plain = decode(CASES["ar"].proposer, None, prompts(), target=tiny_target(), cache_dtype="int8")
+    assert [r.token_ids for r in plain] == want
+
+
+def test_an_eagle_draft_keeps_its_own_cache_in_any_format() -> None:
+    config = EagleConfig(
+        version=1,
+        vocab_size=32,
+        draft_vocab_size=32,
+        hidden_size=16,
+        target_hidden_size=16,
+        intermediate_size=24,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+    )
+    params = eagle_model.EagleParams(
+        eagle_model.init_eagle(config, jax.random.key(0)), embed=jnp.ones((32, 16)), head=jnp.ones((16, 32))
+    )
+    state = Eagle(config, chain(2), cache_dtype="iso3").init(params, batch=2, capacity=16)
+    assert state.cache.k[0].format == KVFormat("iso3")
+    assert state.cache.k[0].codes.shape == (2, 1, 17, 3)
+    with pytest.raises(ConfigError, match="draft's cache cannot be 'int8-static'"):
+        Eagle(config, chain(2), cache_dtype="int8-static")
+    with pytest.raises(ConfigError, match="draft's cache cannot be 'int8-static'"):
+        DraftModel(tiny_config(), cache_dtype="int8-static")
+
+
+def test_calibrated_scales_cut_nothing_of_their_prompts_and_outlive_a_donated_cache() -> None:
+    target = tiny_target()
+    scales = calibrate_cache(target, prompts(), width=5)
+    exact = full_forward(target.params, target.config, pad(prompts()), "float32", None)[1]
+    for side, stored in (("k", exact.k), ("v", exact.v)):
+        for found, layer in zip(getattr(scales, side), stored, strict=True):
+            top = np.max([np.abs(layer[r, :, : len(p)]).max(1) for r, p in enumerate(prompts())], axis=0)
+            np.testing.assert_allclose(found, top / 127, rtol=1e-4)
+    make = jax.jit(lambda s: decoder.init_cache(target.config, 1, 16, "int8-static", s))
+    cache = make(scales)
+    jax.jit(lambda c: c, donate_argnums=0)(cache)
+    assert all(x.is_deleted() for x in jax.tree.leaves(cache))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(scales))
+
+
+BROKEN = 31
+
+
+def broken_target(form: str, attention: Attention | None) -> Any:
+    """The tiny target, but one token's embedding is not a number."""
+    target = tiny_target()
+    params = {**target.params, "embed": target.params["embed"].at[BROKEN].set(jnp.nan)}
+    config = tiny_config(attention=attention)
+    return dataclasses.replace(target, params=params, config=config, cache_format=form)
+
+
+@pytest.mark.parametrize(
+    ("form", "attention"),
+    [
+        ("float32", None),
+        ("int8", KERNEL),
+        pytest.param("float32", KERNEL, marks=pytest.mark.slow),
+        pytest.param("turbo4", None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_broken_draft_reaches_neither_its_siblings_nor_the_rest_of_the_text(
+    form: str, attention: Attention | None
+) -> None:
+    """Tokens 30 and 31 are drafted side by side; 31 cannot be computed. Its own place and what descends from
+    it are not finite, all else is untouched, in this forward and from the cache in the next."""
+    sound = dataclasses.replace(tiny_target(), config=tiny_config(attention=attention))
+    broken = broken_target(form, attention)
+    sees = np.eye(5, dtype=bool)
+    sees[:, 0] = True
+    sees[3, 1] = sees[4, 2] = True
+    tokens = np.asarray([[5, 30, BROKEN, 7, 8]] * 2, np.int32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(config: Any, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cache = decoder.init_cache(config, 2, 16, form)
+        out = decoder.forward(
+            params, config, tokens, jnp.asarray([[0, 1, 1, 2, 2]] * 2), cache, sees[None].repeat(2, 0)
+        )
+        kept = commit(out.cache, jnp.asarray([[0, 1, 3]] * 2), jnp.asarray([2, 2]))
+        one = jnp.ones((2, 1, 1), bool)
+        after = decoder.forward(params, config, jnp.full((2, 1), 3), kept.lengths[:, None], kept, one)
+        return out.hidden, after.hidden
+
+    mixed, after = run(broken.config, broken.params, tokens)
+    assert np.isfinite(mixed[:, [0, 1, 3]]).all()
+    assert np.isnan(mixed[:, [2, 4]]).all()
+    want, want_after = run(sound.config, sound.params, tokens)
+    np.testing.assert_allclose(mixed[:, [0, 1, 3]], want[:, [0, 1, 3]], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(after, want_after, rtol=0, atol=1e-5)
+
+
+def test_a_prompt_that_cannot_be_computed_ends_its_row_whatever_its_last_chunk_is() -> None:
+    starts = [prompts()[0], (4, BROKEN, *prompts()[2]), prompts()[1]]
+    results = decode(CASES["ar"].proposer, None, starts, target=broken_target("float32", None), limits=3)
+    assert [r.finish_reason for r in results] == ["length", "error", "length"]
+    assert results[1].token_ids == []
+    assert "NaN or infinite after 0 tokens" in results[1].error
+    whole = decode(CASES["ar"].proposer, None, [starts[0], starts[2]], limits=3)
+    assert [results[0].token_ids, results[2].token_ids] == [r.token_ids for r in whole]
+
+
+@pytest.mark.parametrize(
+    ("form", "scales", "match"),
+    [
+        ("int8-static", None, "needs calibrated scales"),
+        ("int8", "good", "not for 'int8'"),
+        ("int8-static", "short", r"must be 2 arrays of shape \(2, 8\)"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(form: str, scales: str | None, match: str) -> None:
+    one = jnp.ones((2, 8))
+    given = {
+        None: None,
+        "good": CacheScales(k=(one,) * 2, v=(one,) * 2),
+        "short": CacheScales(k=(one,), v=(one,)),
+    }
+    with pytest.raises(ConfigError, match=match):
+        decoder.init_cache(tiny_config(), 1, 16, form, given[scales])
