@@ -15,13 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas import online_softmax
 from kernels_pallas.hopper import MULTIPROCESSORS, load, simulated, swizzled
 from kernels_pallas.tree_attention.gpu import BLOCK
 
 _STAGES = 4
 _STAGE_BYTES = 128 << 10  # of shared memory for the blocks in flight
 _COLUMN_TILES = (16, 32, 64)
-_MASKED = -1e30  # finite, so that the running maximum never yields inf - inf
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
@@ -197,7 +197,7 @@ def tree_attention_hopper(
                     )
                 visible |= (node >= 0) & (node < tree_nodes) & (bits & 1 == 1)
             visible &= slot < limit
-            scores = jnp.where(visible, scores, _MASKED)
+            scores = jnp.where(visible, scores, online_softmax.MASKED)
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=0))
             weights = jnp.where(visible, jnp.exp(scores - spread(new_peak)), 0.0)
             decay = jnp.exp(peak - new_peak)
@@ -224,7 +224,7 @@ def tree_attention_hopper(
             return acc, new_peak, total
 
         acc = plgpu.layout_cast(jnp.zeros((dim, columns), jnp.float32), plgpu.Layout.WGMMA)
-        peak = plgpu.layout_cast(jnp.full((columns,), _MASKED, jnp.float32), _COLUMNS)
+        peak = plgpu.layout_cast(jnp.full((columns,), online_softmax.MASKED, jnp.float32), _COLUMNS)
         total = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), _COLUMNS)
         acc, peak, total = lax.fori_loop(0, count, step_body, (acc, peak, total))
         safe = jnp.where(total == 0, 1.0, total)

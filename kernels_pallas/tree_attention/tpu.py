@@ -15,13 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas import online_softmax
 from kernels_pallas.tree_attention.reference import compute_dtype
 
 _LANES = 128
 _ROW_ALIGNMENT = 16  # sublanes of a packed bfloat16 tile
 _MAX_ROWS = 2048
 _SCORE_BYTES = 1 << 20  # of float32 scores held at a time; about four such temporaries fit v4's 16 MiB
-_MASKED = -1e30  # finite, so that the running maximum never yields inf - inf
 
 
 def refusal(q: jax.Array, k: jax.Array, block_tables: jax.Array | None, block_kv: int | None) -> str | None:
@@ -77,7 +77,7 @@ def _kernel(
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
         total_ref[...] = jnp.zeros_like(total_ref)
-        peak_ref[...] = jnp.full_like(peak_ref, _MASKED)
+        peak_ref[...] = jnp.full_like(peak_ref, online_softmax.MASKED)
 
     def attend(whole: bool):
         values = v_ref[...].reshape(block, -1).astype(dtype)
@@ -110,17 +110,7 @@ def _kernel(
             slot = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             above = (slot >= mask_ref[0, :, words:]) | (slot >= length)
             visible = above if visible is None else visible & above
-        if visible is not None:
-            scores = jnp.where(visible, scores, _MASKED)
-        last_peak = peak_ref[:, :1]
-        peak = jnp.maximum(last_peak, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp(scores - peak)
-        if visible is not None:
-            weights = jnp.where(visible, weights, 0.0)
-        decay = jnp.exp(last_peak - peak)
-        total = decay * total_ref[:, :1] + jnp.sum(weights, axis=1, keepdims=True)
-        total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
-        peak_ref[...] = jnp.broadcast_to(peak, peak_ref.shape)
+        weights, decay = online_softmax.update(scores, visible, peak_ref, total_ref)
         if quantised:
             v_scale = v_scale_ref[...].reshape(1, block).astype(jnp.float32)
             weights *= v_scale if written is None else jnp.where(written, v_scale, 0.0)

@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas import online_softmax
+
 _LANES = 128
-_MASKED = -1e30  # finite, so that the running maximum never yields inf - inf
 _PADDING_DOCUMENT = jnp.iinfo(jnp.int32).min
 
 
@@ -178,22 +179,12 @@ def _forward_kernel(*refs, layout: _Layout):
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
         total_ref[...] = jnp.zeros_like(total_ref)
-        peak_ref[...] = jnp.full_like(peak_ref, _MASKED)
+        peak_ref[...] = jnp.full_like(peak_ref, online_softmax.MASKED)
 
     def body(masked: bool):
         scores = layout.product(q_ref[0, 0], k_ref[0, 0], (1, 1)) * layout.tiling.scale
         visible = layout.visible(row_ids_ref, column_documents_ref, j) if masked else None
-        if visible is not None:
-            scores = jnp.where(visible, scores, _MASKED)
-        last_peak = peak_ref[:, :1]
-        peak = jnp.maximum(last_peak, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp(scores - peak)
-        if visible is not None:
-            weights = jnp.where(visible, weights, 0.0)
-        decay = jnp.exp(last_peak - peak)
-        total = decay * total_ref[:, :1] + jnp.sum(weights, axis=1, keepdims=True)
-        total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
-        peak_ref[...] = jnp.broadcast_to(peak, peak_ref.shape)
+        weights, decay = online_softmax.update(scores, visible, peak_ref, total_ref)
         acc_ref[...] = decay * acc_ref[...] + layout.product(weights, v_ref[0, 0], (1, 0))
 
     layout.when_live(scalars, b, i, j, body)

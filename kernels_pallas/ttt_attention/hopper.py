@@ -15,12 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas import online_softmax
 from kernels_pallas.hopper import load, swizzled
 from kernels_pallas.ttt_attention.gpu import BLOCK
 
 _WARPGROUPS = 2  # that compute
 _TILE = _WARPGROUPS * BLOCK
-_MASKED = -1e30  # finite, so that the running maximum never yields inf - inf
 _PADDING_DOCUMENT = jnp.iinfo(jnp.int32).min
 _COMPUTE_REGISTERS, _COPY_REGISTERS = 232, 40  # a thread; three warpgroups share 512
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -211,7 +211,7 @@ def forward(
                 scores = _product(q_tile, _transposed(scratch["k"].at[slot]), BLOCK) * tiling.scale
                 visible = _visible(documents_ref, row, first, block * BLOCK, 0) if masked else None
                 if visible is not None:
-                    scores = jnp.where(visible, scores, _MASKED)
+                    scores = jnp.where(visible, scores, online_softmax.MASKED)
                 new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
                 weights = jnp.exp(scores - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
                 if visible is not None:
@@ -226,7 +226,7 @@ def forward(
                 return acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + update, new_peak, total
 
             acc = plgpu.layout_cast(jnp.zeros((BLOCK, dim), jnp.float32), plgpu.Layout.WGMMA)
-            peak = plgpu.layout_cast(jnp.full((BLOCK,), _MASKED, jnp.float32), _ROWS)
+            peak = plgpu.layout_cast(jnp.full((BLOCK,), online_softmax.MASKED, jnp.float32), _ROWS)
             total = plgpu.layout_cast(jnp.zeros((BLOCK,), jnp.float32), _ROWS)
             acc, peak, total = _over_steps(plan, step_body, (acc, peak, total))
             # Every token sees itself, so the total is positive.
