@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eaglejax.errors import ConfigError
-from eaglejax.train.writing import whole_lines
+from eaglejax.train.writing import end_line
 
 SCALARS = "metrics.jsonl"
 
@@ -32,7 +32,7 @@ class JsonLog:
     finite is null, which JSON has no other word for."""
 
     def __init__(self, path: Path) -> None:
-        whole_lines(path)
+        end_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, update: int, values: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from eaglejax.checkpoint.files import write_text
 from eaglejax.errors import ConfigError
 from eaglejax.train.logs import SCALARS
-from eaglejax.train.writing import whole_lines
+from eaglejax.train.writing import split_lines
 
 PANELS = (
     ("train/objective", "loss"),
@@ -31,7 +31,7 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, Any]]]:
     if not path.is_file():
         raise ConfigError(f"{path} is missing; {folder} is not the folder of a run")
     series: dict[str, dict[int, Any]] = {}
-    for number, line in enumerate(whole_lines(path), start=1):
+    for number, line in enumerate(split_lines(path)[0], start=1):
         try:
             row = json.loads(line)
             update = row["update"]

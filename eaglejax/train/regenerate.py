@@ -25,7 +25,10 @@ from eaglejax.speculate.generate import Request, check_request
 from eaglejax.train.decode import decode_requests
 from eaglejax.train.features import fingerprint
 from eaglejax.train.samples import prompt_digest, read_messages
-from eaglejax.train.writing import whole_lines
+from eaglejax.train.writing import end_line, split_lines
+
+_BEGINNING = b'{"id": '
+"""How the line of an answer begins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,17 +82,21 @@ def read_prompt_rows(path: str | Path) -> Iterator[Prompt | str]:
 
 def _row(line: str, where: str, number: int) -> Prompt | str:
     try:
-        return _prompt(parse_object(line), where, number)
+        return _prompt(parse_object(line), number)
     except RequestError as error:
         return f"{where}: {error}"
 
 
-def _prompt(row: Mapping[str, Any], where: str, number: int) -> Prompt:
+def _prompt(row: Mapping[str, Any], number: int) -> Prompt:
     name = str(row.get("id", number))
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"its id is no valid Unicode: {name!a}") from error
     messages = row.get("messages", row.get("conversations"))
     opening: list[Mapping[str, Any]] = []
     if messages is not None:
-        known = read_messages(messages, where)
+        known = read_messages(messages)
         opening.extend([m for m in known if m["role"] == "system"][:1])
         turns = [m["content"] for m in known if m["role"] == "user"]
     else:
@@ -114,15 +121,19 @@ def regenerate(
     ``<out>.errors.jsonl``, each once.
 
     ``proposer`` only makes it faster. ``advance`` is told answers and tokens as they are written. Raises
-    CheckpointError while another process writes to ``out``.
+    CheckpointError while another process writes to ``out``, and ConfigError, before anything is changed,
+    when ``out`` holds something else than answers, or for a limit below 1.
     """
     out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit is {limit}; it must be 1 or more")
     model, counts = fingerprint(target), Counts()
     errors = out.with_name(out.name + ".errors.jsonl")
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_writer(out))
-        known, told = read_answers(out), set(whole_lines(errors))
+        known, told = read_answers(out), set(split_lines(errors)[0])
+        end_line(out)
+        end_line(errors)
         file, bad = (stack.enter_context(p.open("a", encoding="utf-8")) for p in (out, errors))
 
         def fail(row: Mapping[str, Any]) -> None:
@@ -153,17 +164,23 @@ def regenerate(
 
 
 def read_answers(path: Path) -> dict[str, dict[str, Any]]:
-    """Answers already in a file, by key. A last line that a kill cut off is removed from the file."""
+    """Answers already in a file, by key; what a kill left of a last line is no answer. Raises ConfigError for
+    a file of something else."""
     found = {}
-    for number, line in enumerate(whole_lines(path), start=1):
+    lines, rest = split_lines(path)
+    for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_object(line)
             found[row["key"]] = row
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path}, line {number} is no answer of `regenerate`; name another file"
-            ) from error
+        except (RequestError, KeyError, TypeError) as error:
+            raise ConfigError(_foreign(path, number)) from error
+    if not lines and rest[: len(_BEGINNING)] != _BEGINNING[: len(rest)]:
+        raise ConfigError(_foreign(path, 1))
     return found
+
+
+def _foreign(path: Path, number: int) -> str:
+    return f"{path}, line {number} is no answer of `regenerate`; name another file"
 
 
 def _answer(

@@ -82,7 +82,7 @@ def test_a_killed_run_writes_what_it_would_have_written(whole, target, prompts, 
 
 def test_rows_that_ask_the_same_are_answered_once_and_any_text_can_be_gone_on_from(target, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    rows = [{"id": n, "turns": ["Hi?", "And?"]} for n in range(3)] + [{"id": "bad"}]
+    rows = [{"id": n, "turns": ["Hi?", "And?"]} for n in range(3)] + [{"id": "bad\ud800", "prompt": "x"}]
     prompts.write_text("".join(json.dumps(r) + "\n" for r in rows))
 
     def run():
@@ -95,10 +95,15 @@ def test_rows_that_ask_the_same_are_answered_once_and_any_text_can_be_gone_on_fr
     assert {r["conversation"] for r in found} == {prompt_digest(found[0]["prompt_ids"])}
     # Separators that Unicode counts as line ends, which JSON does not escape.
     found[0]["text"] = "one\u2028two\x85three"
-    out.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in found), encoding="utf-8")
+    # The last line lacks its end alone, as editors leave it.
+    out.write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in found), encoding="utf-8")
     again = run()
     assert (again.written, again.known, again.failed) == (0, first.written + first.known, 1)
     assert len(lines(out.with_name(out.name + ".errors.jsonl"))) == 1
+    rows.append({"prompt": "Another"})
+    prompts.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert run().written == 1
+    assert len(lines(out)) == len(found) + 1
     prompts.write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(ConfigError, match="not UTF-8"):
         run()
@@ -114,6 +119,19 @@ def test_other_settings_are_other_answers_and_foreign_files_are_refused(target, 
     out.write_text('{"text": "x"}\n')
     with pytest.raises(ConfigError, match=r"line 1 is no answer"):
         regenerate(target, read_prompt_rows(prompts), out, OPTIONS)
+    # Nothing of a file that is someone else's is touched, its unfinished last line neither.
+    for text in ('{"text": "x"}', '[{"text": "x"},\n {"text"', '{"id": 1, "text": "whole"}', "no json"):
+        out.write_text(text)
+        with pytest.raises(ConfigError, match=r"line 1 is no answer"):
+            regenerate(target, read_prompt_rows(prompts), out, OPTIONS)
+        assert out.read_text() == text
+    out.write_bytes(b"\xff\n")
+    with pytest.raises(ConfigError, match="not UTF-8 at byte 1"):
+        regenerate(target, iter(()), out, OPTIONS)
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        regenerate(target, iter(()), tmp_path, OPTIONS)
+    with pytest.raises(ConfigError, match="limit is 0"):
+        regenerate(target, iter(()), out, OPTIONS, limit=0)
     with pytest.raises(ConfigError, match="batch_size is 0"):
         RegenerateOptions(batch_size=0)
     with pytest.raises(ConfigError, match="cannot be read"):
