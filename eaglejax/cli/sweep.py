@@ -60,7 +60,8 @@ class Sweep:
         keys = [run_key(point.settings, mark) for point in points]
         if self.plan:
             plans = [session.plan(point, key) for point, key in zip(points, keys, strict=True)]
-            return self._show({"runs": plans}, plan_table(plans))
+            self._show({"runs": plans}, plan_table(plans))
+            return 1 if any("error" in entry for entry in plans) else 0
         runs: list[dict[str, Any]] = []
         errors: list[dict[str, Any]] = []
         interrupted = False
@@ -87,12 +88,11 @@ class Sweep:
             show.print_json(report)
         return 1 if errors or interrupted else 0
 
-    def _show(self, report: Mapping[str, Any], table: rich.table.Table) -> int:
+    def _show(self, report: Mapping[str, Any], table: rich.table.Table) -> None:
         if self.json:
             show.print_json(report)
         else:
             show.write_text(as_text(table))
-        return 0
 
 
 class _Session:
@@ -141,13 +141,17 @@ class _Session:
         return common_prompts(held, shares, self._runs[0].run.decode_prompts)
 
     def plan(self, point: Point, key: str) -> dict[str, Any]:
-        """What a run would be."""
+        """What a run would be: its ``plan``, or the ``error`` for which there would be none."""
         from eaglejax.train.plan import make_plan
         from eaglejax.train.sweep import read_result
 
-        plan = make_plan(point.settings, self.target, self.data(point.settings.data))
-        done = read_result(self.folder(key)) is not None
-        return {"key": key, "values": point.values, "finished": done, "plan": plan.to_json()}
+        entry = {"key": key, "values": point.values, "finished": read_result(self.folder(key)) is not None}
+        try:
+            plan = make_plan(point.settings, self.target, self.data(point.settings.data))
+        except EaglejaxError as error:
+            show.print_error(f"{point.label()}: {error}")
+            return {**entry, "error": str(error)}
+        return {**entry, "plan": plan.to_json()}
 
     def result(self, point: Point, key: str, *, timed: bool) -> dict[str, Any] | None:
         """Train and measure one point, or read what an earlier call found; None when it was interrupted.
@@ -165,6 +169,9 @@ class _Session:
 
         folder = self.folder(key)
         found, asked = read_result(folder), prompts_digest(self.prompts)
+        if found is not None:
+            # Another grid may have trained it, elsewhere: its values are those of this one.
+            found |= {"values": point.values, "folder": str(folder)}
         compared = found is not None and found.get("prompts") == asked
         if found is not None and compared and (not timed or found["propose_ms"] is not None):
             show.print_note(f"finished before, in {folder}")
@@ -213,6 +220,9 @@ def plan_table(plans: Sequence[Mapping[str, Any]]) -> rich.table.Table:
     """What would run, one row a run."""
     table = _table("plan", plans, ("trained", "draft MB", "updates", "epochs", "memory GB", ""))
     for entry in plans:
+        if "error" in entry:
+            table.add_row(*_values(entry), *["-"] * 5, "cannot be trained")
+            continue
         plan = entry["plan"]
         table.add_row(
             *_values(entry),

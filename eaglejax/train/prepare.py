@@ -125,10 +125,13 @@ def prepare_data(settings: DataSettings, target: Target) -> Data:
 def planned_config(settings: TrainSettings, target: Target) -> EagleConfig:
     """The configuration of the draft that the settings ask for, without its weights.
 
-    Raises ConfigError where they ask of an existing draft what it is not.
+    Raises ConfigError where they ask of an existing draft what it is not, and for a start that this draft
+    cannot have from this target.
     """
     if settings.draft.start in STARTS:
         config = draft_config(settings.draft, target, settings.objective.version).fit(target.config)
+        if settings.draft.start != "random":
+            warm.check_start(config, target, settings.draft.start)
     else:
         config = _read_existing(settings).config.fit(target.config)
         if config.target_rows and settings.draft.vocab:
@@ -252,7 +255,6 @@ def _first_weights(
     elif settings.draft.start == "layer":
         weights = warm.layer_weights(config, target, seed)
     else:
-        warm.check_start(config, target.config, "fit")
         found = read_fit(target, config.aux, samples, settings.data.row_tokens, settings.draft.fit_tokens)
         weights = warm.fitted_weights(config, target, found, seed)
     weights.pop("head", None)

@@ -101,7 +101,7 @@ def _check_axes(axes: Mapping[str, Any]) -> None:
     if not axes:
         raise ConfigError("the grid is empty; give a [grid] section or --grid 'draft.num_layers=[1, 2]'")
     for name, values in axes.items():
-        if name in FIXED:
+        if any(fixed == name or fixed.startswith(f"{name}.") for fixed in FIXED):
             raise ConfigError(f"{name} is one for the whole sweep; it cannot be on the grid")
         if not isinstance(values, list) or not values:
             raise ConfigError(f"grid {name} is {values!r}; it must be a list of values")

@@ -52,20 +52,33 @@ class FitData:
     embedding: np.ndarray
 
 
-def check_start(config: EagleConfig, target: ModelConfig, start: str) -> None:
-    """Raise ConfigError where the target's last layer cannot be the draft's first."""
+def check_start(config: EagleConfig, target: Target, start: str) -> None:
+    """Raise ConfigError where ``start``, "layer" or "fit", cannot make the target's last layer the draft's
+    first."""
     if config.version != 3:
         raise ConfigError(f"start {start!r} sets up an EAGLE-3 draft; use 'random' here")
     for name in ("hidden_size", "head_dim"):
-        if getattr(config, name) != getattr(target, name):
+        if getattr(config, name) != getattr(target.config, name):
             raise ConfigError(
-                f"start {start!r} needs the target's {name} {getattr(target, name)}, the draft has "
+                f"start {start!r} needs the target's {name} {getattr(target.config, name)}, the draft has "
                 f"{getattr(config, name)}; use 'random'"
             )
-    if mlp_width(config) > target.intermediate_size:
+    if mlp_width(config) > target.config.intermediate_size:
         raise ConfigError(
-            f"start {start!r} takes MLP neurons of the target, which has {target.intermediate_size}, not "
-            f"{mlp_width(config)}"
+            f"start {start!r} takes MLP neurons of the target, which has {target.config.intermediate_size}, "
+            f"not {mlp_width(config)}"
+        )
+    if "gate" not in target.params["layers"][-1]:
+        raise ConfigError("the target's last layer has no dense MLP to start from; use start 'random'")
+    if start == "fit" and config.num_kv_heads != config.num_heads:
+        raise ConfigError(
+            f"start 'fit' needs as many key/value heads as heads ({config.num_heads}), the draft has "
+            f"{config.num_kv_heads}; use start 'layer'"
+        )
+    if start == "layer" and target.config.sandwich_norms:
+        raise ConfigError(
+            "start 'layer' would copy blocks without the norms that the target has behind them; use start "
+            "'fit' or 'random'"
         )
 
 
@@ -93,12 +106,7 @@ def layer_weights(
     are taken), and the size of what it writes where a norm follows it. Raises ConfigError for a target with
     such a norm without them.
     """
-    check_start(config, target.config, "layer")
-    if target.config.sandwich_norms and middle is None:
-        raise ConfigError(
-            "start 'layer' would copy blocks without the norms that the target has behind them; use start "
-            "'fit' or 'random'"
-        )
+    check_start(config, target, "layer" if middle is None else "fit")
     weights = random_weights(config, target, seed)
     last, layer = target.params["layers"][-1], weights["layers"][0]
     hidden = config.hidden_size
@@ -126,12 +134,7 @@ def fitted_weights(
 ) -> Weights:
     """The closed-form start of the module's text; ``heads`` of them (default: not quite half) write the
     guess."""
-    check_start(config, target.config, "fit")
-    if config.num_kv_heads != config.num_heads:
-        raise ConfigError(
-            f"start 'fit' needs as many key/value heads as heads ({config.num_heads}), the draft has "
-            f"{config.num_kv_heads}; use start 'layer'"
-        )
+    check_start(config, target, "fit")
     heads = max(1, config.num_heads * 3 // 7) if heads is None else heads
     weights = layer_weights(config, target, seed, data.middle)
     layer, hidden = weights["layers"][0], config.hidden_size
@@ -231,8 +234,6 @@ def _own_position(config: EagleConfig) -> np.ndarray:
 
 def _borrow_mlp(config: EagleConfig, target: Target, layer: Weights, middle: np.ndarray | None) -> None:
     last = target.params["layers"][-1]
-    if "gate" not in last:
-        raise ConfigError("the target's last layer has no dense MLP to start from; use start 'random'")
     down, keep = _f32(last["down"]), np.arange(mlp_width(config))
     if middle is not None:
         active = activity(target, middle)

@@ -127,8 +127,14 @@ def test_a_sweep_trains_each_point_once_and_compares_tau_with_cost(run, config, 
     assert trained == [16]
     first = json.loads(out)["runs"]
     more = ("--grid", "draft.intermediate_size=[400, 16]")
-    status, out, _ = run(*where, *more, "--plan", "--json")
-    assert [entry["finished"] for entry in json.loads(out)["runs"]] == [False, True]
+    status, out, err = run(*where, *more, "--plan", "--json")
+    plans = json.loads(out)["runs"]
+    assert [entry["finished"] for entry in plans] == [False, True]
+    # So is it by the plan, without the target's features being read.
+    assert status == 1
+    assert "not 400" in plans[0]["error"]
+    assert "not 400" in err
+    assert run(*where, *more, "--plan")[1].count("cannot be trained") == 1
     assert trained == [16]
     # A point that cannot be trained is told, and costs the others nothing.
     status, out, err = run(*where, *more, "--json", "--profile")

@@ -85,6 +85,7 @@ def test_data_mixes_are_values_too(tmp_path):
         ("base = 3\n", (), (), "are sections"),
         (SWEEP, (), ("objective.steps=[1]",), "on the command line; give it once"),
         (RUN, (), ("out=['a', 'b']",), "out is one for the whole sweep"),
+        (RUN, (), ("run=[{decode_prompts=1}, {decode_prompts=2}]",), "run is one for the whole sweep"),
         (RUN, (), ("draft.vocab=64",), "must be a list"),
         (RUN, (), ("draft.vocab=[]",), "must be a list"),
         (RUN, (), ("draft.vocab=[64, 64]",), "twice"),
@@ -197,6 +198,24 @@ def test_a_run_is_finished_when_its_result_stands(tmp_path):
     assert read_result(tmp_path) is None
     write_result(tmp_path, {"tau": 1.5})
     assert read_result(tmp_path) == {"tau": 1.5}
+
+
+def test_what_another_grid_trained_is_shown_with_the_values_of_this_one(tmp_path):
+    """The key is that of the resolved settings: a grid with more axes finds what one with fewer trained."""
+    points = read_sweep(written(tmp_path, SWEEP))
+    session = _Session(None, tmp_path, [])
+    session.prompts = []
+    session.folder("key").mkdir(parents=True)
+    before = {
+        "values": {"draft.intermediate_size": 1216},
+        "prompts": prompts_digest([]),
+        "folder": "elsewhere",
+    }
+    write_result(session.folder("key"), before | {"tau": 1.5, "propose_ms": None})
+    found = session.result(points[0], "key", timed=False)
+    assert found["values"] == {"draft.intermediate_size": 1216, "objective.steps": 3}
+    assert found["folder"] == str(session.folder("key"))
+    assert found["tau"] == 1.5
 
 
 @pytest.mark.parametrize(
