@@ -29,14 +29,22 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
         ) from error
 
 
-def parse_object(line: str) -> dict[str, Any]:
-    """The object of one line. Raises RequestError for anything else."""
+def parse_json(text: str) -> Any:
+    """The value that a text of one line spells. Raises RequestError for what is no JSON, or not usable."""
     try:
-        value = json.loads(line)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise RequestError(f"not valid JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
         raise RequestError("not usable JSON: it is nested too deeply") from error
+    except ValueError as error:
+        # Python refuses to read integers of thousands of digits.
+        raise RequestError("not usable JSON: it holds a number of too many digits") from error
+
+
+def parse_object(line: str) -> dict[str, Any]:
+    """The object of one line. Raises RequestError for anything else."""
+    value = parse_json(line)
     if not isinstance(value, dict):
         raise RequestError(f"a row is a JSON object, this is a {type(value).__name__}")
     return value

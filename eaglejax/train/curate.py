@@ -18,7 +18,8 @@ from eaglejax.train.samples import Report, Sample
 NGRAM = 13
 """Length in words of a run of text that a training sample must not share with an evaluation prompt."""
 
-_WORD = re.compile(r"[㐀-䶿一-鿿぀-ヿ가-힯]|[^\W_]+")
+_CJK = "㐀-䶿一-鿿぀-ヿ가-힯"
+_WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
 
 
 def words(text: str) -> list[str]:
@@ -34,7 +35,7 @@ def deduplicate(
     seen: set[bytes] = set()
     kept = []
     for sample in samples:
-        ids = sample.ids if by == "sample" else sample.prompt
+        ids = sample.ids if by == "sample" else sample.question
         digest = hashlib.sha256(ids.tobytes()).digest()
         if digest in seen:
             report.drop(f"a {by} like an earlier one", sample.name)
@@ -140,11 +141,17 @@ def mix(
         raise ConfigError(f"no samples in {', '.join(empty) or 'any source'}")
     share = {name: w / sum(weights.values()) for name, w in weights.items()}
     if total is None:
-        total = int(min(len(sources[name]) / s for name, s in share.items()))
+        # Not a sample less because a quotient is rounded down.
+        total = int(min(len(sources[name]) / s for name, s in share.items()) + 1e-9)
+    counts = {name: int(total * s) for name, s in share.items()}
+    # The largest remainders get what whole numbers leave.
+    behind = sorted(share, key=lambda name: (counts[name] - total * share[name], name))
+    for name in behind[: total - sum(counts.values())]:
+        counts[name] += 1
     rng = np.random.default_rng(seed)
     out: list[Sample] = []
     for name in sorted(sources):
-        wanted, samples = round(total * share[name]), sources[name]
+        wanted, samples = counts[name], sources[name]
         while wanted > 0:
             order = rng.permutation(len(samples))[:wanted]
             out.extend(samples[i] for i in order)

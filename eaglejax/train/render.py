@@ -32,7 +32,6 @@ def render_conversation(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     *,
-    name: str,
     tools: Any = None,
     **variables: Any,
 ) -> list[Rendered]:
@@ -41,15 +40,15 @@ def render_conversation(
     One row with every assistant turn supervised where each turn's rendering is the beginning of the next
     one's; else one row a turn, since the template rewrites history (drops earlier reasoning, say) and a joint
     row would hold texts that serving never sees. A turn's end token is supervised, what the template puts
-    behind it is not. Raises RequestError, naming the row, when the template rejects it, when there is no
+    behind it is not. Raises RequestError when the template rejects it, when there is no
     assistant turn, or when an answer cannot be found behind its prompt.
     """
     turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
     if not turns:
-        raise RequestError(f"{name}: nothing is supervised; the conversation has no assistant turn")
+        raise RequestError("nothing is supervised; the conversation has no assistant turn")
     if tools is not None:
         variables["tools"] = tools
-    rows = [_turn(tokenizer, messages, n, name, variables) for n in turns]
+    rows = [_turn(tokenizer, messages, n, variables) for n in turns]
     for earlier, later in itertools.pairwise(rows):
         if later.ids[: len(earlier.ids)] != earlier.ids:
             return rows
@@ -64,22 +63,17 @@ def _turn(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     turn: int,
-    name: str,
     variables: Mapping[str, Any],
 ) -> Rendered:
     """The row that ends with the answer ``messages[turn]``, only that answer supervised."""
-    try:
-        prompt = tokenizer.render_chat(messages[:turn], add_generation_prompt=True, **variables)
-        whole = tokenizer.render_chat(messages[: turn + 1], add_generation_prompt=False, **variables)
-    except RequestError as error:
-        raise RequestError(f"{name}: {error}") from error
+    prompt = tokenizer.render_chat(messages[:turn], add_generation_prompt=True, **variables)
+    whole = tokenizer.render_chat(messages[: turn + 1], add_generation_prompt=False, **variables)
     if not whole.startswith(prompt):
         history = tokenizer.render_chat(messages[:turn], add_generation_prompt=False, **variables)
         if not whole.startswith(history):
             raise RequestError(
-                f"{name}: the template renders the history of turn {turn} differently once it is "
-                "answered, so "
-                "that the answer cannot be told from the prompt"
+                f"the template renders the history of turn {turn} differently once it is "
+                "answered, so that the answer cannot be told from the prompt"
             )
         prompt = _common(prompt, whole)
     answer = str(messages[turn]["content"]).strip()
@@ -88,13 +82,13 @@ def _turn(
         # What a template writes in front of the answer (an empty reasoning block, say) is not the target's.
         at = whole.find(answer, _opening(tokenizer, messages, turn, prompt, whole, variables))
     if at < 0:
-        raise RequestError(f"{name}: the template changes the text of turn {turn}; its answer is not found")
+        raise RequestError(f"the template changes the text of turn {turn}; its answer is not found")
     ids = tokenizer.encode(whole, special=False)
     before = tokenizer.encode(whole[:at], special=False)
     start = len(_common(before, ids))
     end = _end(ids, start, tokenizer.eos_ids)
     if end == start:
-        raise RequestError(f"{name}: nothing is supervised; turn {turn} is empty")
+        raise RequestError(f"nothing is supervised; turn {turn} is empty")
     return Rendered(ids[:end], [start <= n < end for n in range(end)])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 
 from eaglejax.checkpoint.tokenizer import Tokenizer
 from eaglejax.errors import ConfigError, RequestError
-from eaglejax.jsonl import parse_object, read_lines
+from eaglejax.jsonl import parse_json, parse_object, read_lines
 from eaglejax.train.render import render_conversation
 
 ROLES = {
@@ -65,7 +64,13 @@ class Sample:
     @property
     def group(self) -> str:
         """Digest of the prompt that the sample's conversation began with."""
-        return self.conversation or prompt_digest(self.prompt)
+        return self.conversation or prompt_digest(self.question)
+
+    @property
+    def question(self) -> np.ndarray:
+        """By which ids two samples count as the same prompt: ``prompt``, or all where everything is
+        supervised, since texts without a prompt have nothing in common."""
+        return self.ids if self.supervised[0] else self.prompt
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -101,8 +106,11 @@ class Report:
 
 def make_sample(ids: Sequence[int], supervised: Sequence[bool], name: str, vocab_size: int) -> Sample:
     """Check and freeze one sample. Raises RequestError that names it."""
-    array = np.asarray(ids, np.int64)
     marks = np.asarray(supervised, bool)
+    try:
+        array = np.asarray(ids, np.int64)
+    except OverflowError as error:
+        raise RequestError(f"{name}: ids must lie in 0..{vocab_size - 1}") from error
     if array.ndim != 1 or array.shape != marks.shape:
         raise RequestError(f"{name}: {array.shape} ids and {marks.shape} marks; they must be equally many")
     if array.size == 0 or array.min() < 0 or array.max() >= vocab_size:
@@ -161,8 +169,11 @@ def samples_of_row(
         return [make_sample(_ids(row, "input_ids", name), [m == 1 for m in given], name, vocab_size)]
     for field in ("messages", "conversations"):
         if field in row:
-            messages = read_messages(row[field], name)
-            rendered = render_conversation(tokenizer, messages, name=name, tools=_tools(row, name))
+            try:
+                messages, tools = read_messages(row[field]), _tools(row)
+                rendered = render_conversation(tokenizer, messages, tools=tools)
+            except RequestError as error:
+                raise RequestError(f"{name}: {error}") from error
             first, *later = [make_sample(r.ids, r.supervised, name, vocab_size) for r in rendered]
             return [first, *(dataclasses.replace(s, conversation=first.group) for s in later)]
     raise RequestError(
@@ -171,23 +182,23 @@ def samples_of_row(
     )
 
 
-def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
+def read_messages(value: Any) -> list[dict[str, Any]]:
     """A conversation in either spelling, with the roles that templates know, from its first user turn on.
 
     A system message in front is kept; assistant turns before the first user turn are dropped (they answer
     nothing). Raises RequestError for unknown roles and for contents that are no text.
     """
     if not isinstance(value, list) or not value:
-        raise RequestError(f"{name}: a conversation is a non-empty list of messages")
+        raise RequestError("a conversation is a non-empty list of messages")
     out: list[dict[str, Any]] = []
     for n, entry in enumerate(value):
         if not isinstance(entry, Mapping):
-            raise RequestError(f"{name}: message {n} is no object")
+            raise RequestError(f"message {n} is no object")
         role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
         if not isinstance(role, str) or role not in ROLES:
-            raise RequestError(f"{name}: message {n} has role {role!r}; known are {', '.join(sorted(ROLES))}")
+            raise RequestError(f"message {n} has role {role!r}; known are {', '.join(sorted(ROLES))}")
         if not isinstance(content, str):
-            raise RequestError(f"{name}: the content of message {n} is no text")
+            raise RequestError(f"the content of message {n} is no text")
         extra = {k: v for k, v in entry.items() if k in ("reasoning_content", "tool_calls", "name")}
         if ROLES[role] == "assistant" and not any(m["role"] == "user" for m in out):
             continue
@@ -196,31 +207,35 @@ def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def preview(sample: Sample, tokenizer: Tokenizer, width: int = 4000) -> Any:
-    """The sample as coloured rich text: supervised tokens bold green, the rest dim."""
+    """The sample as coloured rich text of at most ``width`` characters: supervised tokens bold green, the
+    rest dim. Of a run of more than a quarter of that its two ends are shown, so that a long prompt does not
+    hide the answer."""
     import rich.text
 
-    text = rich.text.Text()
+    text, most = rich.text.Text(), width // 4
     edges = np.flatnonzero(np.diff(sample.supervised.astype(np.int8))) + 1
     for run in np.split(np.arange(len(sample)), edges):
         piece = tokenizer.decode(sample.ids[run].tolist())
+        if len(piece) > most:
+            piece = f"{piece[: most // 2]} ... {piece[len(piece) - most // 2 :]}"
         text.append(piece, style="bold green" if sample.supervised[run[0]] else "dim")
     text.truncate(width)
     return text
 
 
-def _tools(row: Mapping[str, Any], name: str) -> Any:
+def _tools(row: Mapping[str, Any]) -> Any:
     tools = row.get("tools")
     if not isinstance(tools, str):
         return tools
     try:
-        return json.loads(tools)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{name}: its tools are not valid JSON: {error.msg}") from error
+        return parse_json(tools)
+    except RequestError as error:
+        raise RequestError(f"its tools are {error}") from error
 
 
 def _ids(row: Mapping[str, Any], field: str, name: str) -> list[int]:
     value = row[field]
-    if not isinstance(value, list) or not all(isinstance(i, int) for i in value):
+    if not isinstance(value, list) or not all(type(i) is int for i in value):
         raise RequestError(f"{name}: {field} is a list of integers")
     return value
 

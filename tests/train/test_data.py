@@ -124,6 +124,10 @@ def test_a_template_that_trims_still_finds_its_answer_and_one_that_changes_it_is
         # A list of labels, whose ids and -100 would all count as true.
         ({"input_ids": [1, 2], "loss_mask": [-100, 2]}, "1 for tokens of an answer"),
         ({"prompt_ids": [1], "completion_ids": [VOCAB]}, f"0..{VOCAB - 1}"),
+        ({"prompt_ids": [1], "completion_ids": [10**30]}, f"0..{VOCAB - 1}"),
+        ({"prompt_ids": [True], "completion_ids": [1]}, "a list of integers"),
+        ({"messages": [CHAT[1], {"role": "assistant", "content": "\ud800"}]}, "no valid Unicode"),
+        ({"messages": CHAT, "tools": "[" * 9999}, "its tools are not usable JSON"),
         ({"text": "x"}, "training row has"),
     ],
 )
@@ -139,17 +143,27 @@ def test_bad_rows_are_counted_and_a_file_of_nothing_else_is_refused(tmp_path):
     samples, report = read_samples(path, TOKENIZER, vocab_size=VOCAB)
     assert (len(samples), report.rows, sum(report.dropped.values())) == (1, 3, 2)
     assert "line 2" in report.lines()[0]
+    path.write_text(json.dumps(good) + "\n" + '{"prompt_ids": [' + "1" * 5000 + "]}\n" + "[" * 99999 + "\n")
+    samples, report = read_samples(path, TOKENIZER, vocab_size=VOCAB)
+    assert (len(samples), report.dropped.total()) == (1, 2)
+    assert "line 2: not usable JSON: it holds a number of too many digits" in report.lines()[0]
     assert samples[0].ids.tolist() == [5, 6, 7, 8]
     path.write_text(json.dumps({"messages": CHAT[:2]}) + "\n")
     with pytest.raises(RequestError, match="line 1"):
         read_samples(path, TOKENIZER, vocab_size=VOCAB)
 
 
-def test_the_preview_shows_supervised_text_in_another_style():
+def green_text(shown):
+    return [shown.plain[s.start : s.end] for s in shown.spans if "green" in str(s.style)]
+
+
+def test_the_preview_shows_supervised_text_in_another_style_behind_prompts_of_any_length():
     (sample,) = rows_of({"messages": CHAT})
-    shown = preview(sample, TOKENIZER)
-    green = [shown.plain[s.start : s.end] for s in shown.spans if "green" in str(s.style)]
-    assert green == supervised_text(sample)
+    assert green_text(preview(sample, TOKENIZER)) == supervised_text(sample)
+    (long,) = rows_of({"messages": [{"role": "user", "content": "far " * 500}, CHAT[2]]})
+    shown = preview(long, TOKENIZER, 200)
+    assert len(shown.plain) <= 200
+    assert green_text(shown) == ["Hello.<|im_end|>"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -241,6 +255,10 @@ def test_duplicates_and_evaluation_texts_leave_with_their_count(tmp_path):
     assert Contamination(["小明有三个苹果又买了五个请问一共几个"]).matches(
         "题：小明有三个苹果，又买了五个，请问一共几个？"
     )
+    # Letters and digits of other scripts beside it do not make one word of what is one a character.
+    assert Contamination(["用 Python 写 3 个函数 来 计算 平均数"]).matches(
+        "请用Python写3个函数来计算平均数吧"
+    )
     texts = [long, "nothing of the kind"]
     samples = [Sample(np.asarray(TOKENIZER.encode(t), np.int32), np.ones(len(t), bool), t) for t in texts]
     assert [s.name for s in decontaminate(samples, contamination, TOKENIZER, report)] == texts[1:]
@@ -269,6 +287,11 @@ def test_mixing_keeps_the_proportions_and_repeats_only_when_told():
     assert [id(s) for s in once] == [id(s) for s in mix(sources, {"a": 2, "b": 1}, seed=1)]
     more = mix(sources, {"a": 1, "b": 1}, seed=1, total=40)
     assert [sum(s.name == n for s in more) for n in "ab"] == [20, 20]
+    # Shares that are no whole numbers still make the total, and a quotient that is rounded none less.
+    three = dict.fromkeys("abc", sources["a"])
+    assert [len(mix(three, dict.fromkeys(three, 1), seed=1, total=n)) for n in (1, 10, 11)] == [1, 10, 11]
+    some = {"a": sources["a"][:3], "b": sources["a"][:27]}
+    assert len(mix(some, {"a": 0.1, "b": 0.9}, seed=1)) == 30
     with pytest.raises(ConfigError, match="positive"):
         mix(sources, {"a": 1, "b": 0}, seed=1)
     with pytest.raises(ConfigError, match="differ in c"):
@@ -281,6 +304,14 @@ def test_the_same_prompt_is_always_on_the_same_side():
     assert len(train) + len(held) == 100
     assert not {s.key for s in train} & {s.key for s in held}
     assert {s.key for s in split_validation(samples[:10], 0.3)[1]} <= {s.key for s in held}
+
+
+def test_texts_without_a_prompt_are_not_one_conversation():
+    texts = [rows_of({"input_ids": [n, n + 1, 9], "loss_mask": [1, 1, 1]})[0] for n in range(40)]
+    train, held = split_validation(texts, 0.5)
+    assert train
+    assert held
+    assert deduplicate([*texts, texts[0]], Report(), by="prompt") == texts
 
 
 def test_the_turns_of_one_conversation_are_on_the_same_side():
