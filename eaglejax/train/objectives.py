@@ -89,6 +89,8 @@ class Objective:
             raise ConfigError(
                 f"EAGLE-1 trains one step, not {self.steps}; its form with more steps is algorithm = 'hass'"
             )
+        if self.step_weights and self.step_decay != Objective.step_decay:
+            raise ConfigError("objective.step_decay has no effect beside objective.step_weights; give one")
         if self.step_weights and len(self.step_weights) != self.steps:
             raise ConfigError(f"{len(self.step_weights)} step_weights for {self.steps} steps; give one each")
         if any(w < 0 for w in self.weights) or not any(self.weights):

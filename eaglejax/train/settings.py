@@ -7,6 +7,7 @@ resolved settings are written beside the checkpoints and read back identically.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import tomllib
 import types
@@ -191,6 +192,10 @@ class TrainSettings:
             raise ConfigError(
                 f"optimizer.learning_rate is {self.optimizer.learning_rate}; it must be positive"
             )
+        for section in ("data", "run"):
+            seed = getattr(self, section).seed
+            if not 0 <= seed < 1 << 32:
+                raise ConfigError(f"{section}.seed is {seed}; it must lie in 0..{(1 << 32) - 1}")
         for name in ("beta1", "beta2"):
             if getattr(self.optimizer, name) >= 1:
                 raise ConfigError(f"optimizer.{name} is {getattr(self.optimizer, name)}; it must be below 1")
@@ -205,6 +210,15 @@ class TrainSettings:
             raise ConfigError("weights of files and data.total are of a mixture; set data.mix = true")
         if not self.draft.experts and self.draft.expert_size:
             raise ConfigError("draft.expert_size is the width of experts, and draft.experts is 0")
+        if self.draft.expert_size and self.draft.intermediate_size:
+            raise ConfigError(
+                "draft.intermediate_size is shared out over experts that have no draft.expert_size; set one "
+                "of the two"
+            )
+        if not self.draft.experts and self.draft.experts_per_token != DraftSettings.experts_per_token:
+            raise ConfigError("draft.experts_per_token is of a mixture, and draft.experts is 0")
+        if self.optimizer.schedule == "constant" and self.optimizer.final != OptimizerSettings.final:
+            raise ConfigError("optimizer.final is where the rate falls to, and a constant one does not fall")
         if self.draft.vocab_prior and not self.draft.vocab:
             raise ConfigError("draft.vocab_prior helps to choose a reduced vocabulary; set draft.vocab")
         if self.draft.start != "fit" and self.draft.fit_tokens != DraftSettings.fit_tokens:
@@ -336,6 +350,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(v) for v in value)}]"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        # JSON's strings are TOML's, but that TOML escapes one character more.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

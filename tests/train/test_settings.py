@@ -12,7 +12,15 @@ from eaglejax.errors import ConfigError
 from eaglejax.train.logs import JsonLog, TensorBoardLog, crc32c
 from eaglejax.train.optimizers import schedule
 from eaglejax.train.plots import plot_run, read_scalars
-from eaglejax.train.settings import OptimizerSettings, TrainSettings, load_settings, override, parse, to_toml
+from eaglejax.train.settings import (
+    OptimizerSettings,
+    TrainSettings,
+    load_settings,
+    override,
+    parse,
+    read_toml,
+    to_toml,
+)
 from eaglejax.train.sweep import read_sweep
 
 GOOD = """
@@ -47,6 +55,9 @@ def test_a_file_is_read_with_overrides_and_written_back_equal(tmp_path):
     assert found.draft.vocab is None
     assert found.objective.weights == (1.0, 0.5, 0.25)
     assert load_settings(written(tmp_path, to_toml(found))) == found
+    odd = parse(TrainSettings, {"out": 'a"b\\c\nd\te\x7f\x01 é\u2028'})
+    path.write_text(to_toml(odd), encoding="utf-8", newline="")
+    assert parse(TrainSettings, read_toml(path)) == odd
 
 
 @pytest.mark.parametrize(
@@ -94,6 +105,12 @@ def test_a_file_is_read_with_overrides_and_written_back_equal(tmp_path):
         ("objective.token_weight=0.2", r"objective\.token_weight has an effect with algorithm = 'eagle1'"),
         ("objective.kl_scale=0.5", r"objective\.kl_scale has an effect with loss = 'lk_lambda'"),
         ("objective={algorithm='eagle1', steps=1, top_tokens=3}", r"top_tokens has an effect with algorithm"),
+        ("data.seed=-1", r"data\.seed is -1; it must lie in 0\.\.4294967295"),
+        ("run.seed=4294967296", r"run\.seed is 4294967296"),
+        ("draft={experts=4, expert_size=8, intermediate_size=16}", "set one of the two"),
+        ("draft.experts_per_token=1", r"draft\.experts is 0"),
+        ("optimizer={schedule='constant', final=0.1}", "a constant one does not fall"),
+        ("objective={steps=1, step_weights=[1.0], step_decay=0.9}", "no effect beside"),
         ("nonsense", "section.key=value"),
     ],
 )
