@@ -59,17 +59,30 @@ def write_text(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
+def make_folder(path: Path) -> None:
+    """The folder with all above it, unless it is there. Raises CheckpointError where it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be made a folder: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def only_writer(path: Path) -> Iterator[None]:
     """Hold ``path``, a file or folder that grows over a long run, against other processes while the body
-    runs; however this process ends, it is free again. Raises CheckpointError when another holds it."""
-    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
+    runs, by whatever name they call it; however this process ends, it is free again. The folder above it is
+    made. Raises CheckpointError when another holds it, or when nothing can be written there."""
+    real = path.resolve()
+    make_folder(real.parent)
+    lock = filelock.FileLock(real.parent / f".{real.name}.lock", blocking=False)
     try:
         lock.acquire()
     except filelock.Timeout as error:
         raise CheckpointError(
             f"{path} is being written by another process; wait for it, or write elsewhere"
         ) from error
+    except OSError as error:
+        raise CheckpointError(f"{lock.lock_file} cannot be written: {error.strerror}") from error
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eaglejax.checkpoint.files import only_writer, read_json, write_text
+from eaglejax.checkpoint.files import make_folder, only_writer, read_json, write_text
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile, write_safetensors
 from eaglejax.errors import CheckpointError
 from eaglejax.models.target import Target
@@ -34,6 +34,11 @@ class FeatureCache:
 
     def __init__(self, folder: str | Path, wanted: dict[str, Any]) -> None:
         self.folder = Path(folder)
+        if not (self.folder / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{folder} holds no features; make them with `eaglejax features --out {folder}` and the same "
+                "settings"
+            )
         _check_manifest(self.folder, wanted)
         self._shards = _open_shards(self.folder)
         self._index = _index(self._shards)
@@ -79,8 +84,8 @@ def write_features(
     writes to it.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
+        make_folder(folder)
         wanted = identity(target, aux)
         if (folder / MANIFEST).exists():
             _check_manifest(folder, wanted)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
-from eaglejax.checkpoint.files import only_writer, write_text
+from eaglejax.checkpoint.files import make_folder, only_writer, write_text
 from eaglejax.checkpoint.tables import leaf_paths
 from eaglejax.drafts import eagle_model
 from eaglejax.drafts.eagle_model import Weights, param_table
@@ -127,8 +127,8 @@ class Trainer:
         too many updates in a row could not be applied, and CheckpointError while another process writes to
         the same folder.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
         with only_writer(self.out):
+            make_folder(self.out)
             return self._run()
 
     def _run(self) -> Result:

@@ -358,7 +358,7 @@ with only_writer(Path(sys.argv[1])):
 """
 
 
-def test_what_one_process_writes_no_other_one_does_until_it_ends(prepared, target, tmp_path):
+def test_what_one_process_writes_no_other_one_does_until_it_ends(prepared, target, tmp_path, monkeypatch):
     settings, data, draft = prepared
     out = tmp_path / "taken"
     settings = dataclasses.replace(settings, out=str(out))
@@ -373,9 +373,25 @@ def test_what_one_process_writes_no_other_one_does_until_it_ends(prepared, targe
         for write in writers:
             with pytest.raises(CheckpointError, match="taken is being written by another process"):
                 write()
+        (tmp_path / "link").symlink_to(out)
+        with pytest.raises(CheckpointError, match="link is being written"), only_writer(tmp_path / "link"):
+            pass
     finally:
         holder.kill()
         holder.communicate()
-    assert not list(out.iterdir())
+    assert not out.exists()
     with only_writer(out):
         pass
+    out.mkdir()
+    monkeypatch.chdir(out)
+    with only_writer(Path(".")):
+        pass
+
+
+def test_a_run_whose_folder_cannot_be_is_refused_with_its_name(prepared, target, tmp_path):
+    settings, data, draft = prepared
+    (tmp_path / "file").write_text("x")
+    for out in ("file", "file/run"):
+        settings = dataclasses.replace(settings, out=str(tmp_path / out))
+        with pytest.raises(CheckpointError, match="file cannot be made a folder"):
+            Trainer(settings, target, data, draft).run()
