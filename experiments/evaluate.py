@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -139,8 +140,12 @@ class Evaluate:
                     record.record(
                         study,
                         title,
-                        command=f"python -m experiments.evaluate --config experiments/{study}/evaluate.toml "
-                        f"--draft DRAFT --suites {' '.join(f'{n}.jsonl' for n in names)}",
+                        command=record.command(
+                            "evaluate",
+                            f"{study}/{self.config.name}",
+                            *(shlex.quote(text) for text in self.overrides),
+                            f"--draft DRAFT --suites {' '.join(f'{n}.jsonl' for n in names)}",
+                        ),
                         config=json.loads(json.dumps(config)),
                         seed=settings.seed,
                         figures=figures,

@@ -62,6 +62,12 @@ def record(
     return path
 
 
+def command(program: str, config: str, *arguments: str) -> str:
+    """The line that makes a result again: ``python -m experiments.PROGRAM`` with a study's file and further
+    ``arguments``, as a shell has them."""
+    return " ".join((f"python -m experiments.{program} --config experiments/{config}", *arguments))
+
+
 def read(path: Path) -> dict[str, Any]:
     """One result. Raises CheckpointError or ConfigError for a file that is none."""
     document = read_json(path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ from eaglejax.train.prepare import STARTS
 from eaglejax.train.settings import TrainSettings
 from eaglejax.train.sweep import draft_digest, read_sweep, short
 from experiments import record
+
+PLACES = ("out", "data.train", "data.decontaminate", "draft.start", "run.features")
+"""Settings that say where something lies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +56,17 @@ class Study:
         found = read_json(Path(settings.out) / "sweep.json")
         fields = ("tau", "per_position_acceptance_rate", "n_alpha", "tokens", "updates")
         costs = ("parameters", "bytes", "step_flops", "propose_ms")
+        study = self.config.resolve().parent.name
+        changes = [text for text in self.overrides if text.partition("=")[0].strip() not in PLACES]
         path = record.record(
-            self.config.resolve().parent.name,
+            study,
             self.config.stem,
-            command=f"python -m experiments.sweep --config experiments/{self.config.resolve().parent.name}/"
-            f"{self.config.name} 'data.train=[...]' out=RUNS",
+            command=record.command(
+                "sweep",
+                f"{study}/{self.config.name}",
+                "'data.train=[...]' out=RUNS",
+                *(shlex.quote(text) for text in changes),
+            ),
             config={**without_places(settings), "axes": list(points[0].values)},
             seed=settings.run.seed,
             figures={

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,15 @@ def test_an_evaluation_is_recorded_and_its_rerun_gives_the_same_tokens(study, dr
     path = study / "results" / "greedy-chain.json"
     before = path.read_text()
     assert evaluate.main(command(study, draft, suites, "--check")) == 0
+    # What the command line changed belongs to the command that makes the result again.
+    changed = ["temperatures=[0.0]", "limit=1"]
+    assert evaluate.main([*changed, *command(study, draft, suites)]) == 0
+    again = record.read(path)["command"]
+    assert again.endswith(
+        "tiny/evaluate.toml 'temperatures=[0.0]' limit=1 --draft DRAFT --suites talk.jsonl code.jsonl"
+    )
+    assert evaluate.main([*shlex.split(again)[5:7], *command(study, draft, suites, "--check")]) == 0
+    path.write_text(before)
     assert path.read_text() == before
     path.write_text(before.replace(figures["token_hash"], "0" * 64))
     capfd.readouterr()
@@ -176,7 +186,7 @@ def test_a_sweep_becomes_a_result_without_places(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.setattr(Sweep, "run", fake)
-    study = sweep.Study(path, tuple(places), root=tmp_path)
+    study = sweep.Study(path, (*places, "run.updates=70"), root=tmp_path)
     assert study.run() == 0
     found = record.read_study("shape", tmp_path)["width"]
     assert [r["values"] for r in found["figures"]["runs"]] == [
@@ -184,6 +194,7 @@ def test_a_sweep_becomes_a_result_without_places(tmp_path, monkeypatch):
         {"draft.intermediate_size": 16},
     ]
     assert "private" not in json.dumps(found)
+    assert found["command"].endswith("shape/width.toml 'data.train=[...]' out=RUNS run.updates=70")
     assert found["config"]["data"]["train"][0]["name"] == "a.jsonl"
     monkeypatch.setattr(Sweep, "run", lambda self: 1)
     assert dataclasses.replace(study, root=tmp_path / "no").run() == 1
