@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from eaglejax.train.attention import training_attention
 from eaglejax.train.batch import Batch
 from eaglejax.train.decode import decode_requests
 from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, trained_rows
+from eaglejax.train.packing import Features, assemble, pack, stack
 from eaglejax.train.samples import Sample
 
 
@@ -50,6 +51,52 @@ def make_evaluation(
         return objective_loss(params, config, objective, head, batch, rows, attention=attend)[1]
 
     return lambda weights, batch: measure(weights, batch, frozen, head)
+
+
+class HeldOut:
+    """Held-out samples as batches with features: the same ones, in the same order, every time they are gone
+    through. The last one is filled up with empty rows.
+
+    ``features``: reads those of a sample, where they are stored. ``place``: puts a batch on the devices, with
+    features where it has none. Batches of ``keep`` bytes together stay on the host from one time to the next,
+    the others are made anew: of a large target all of them would fill the memory.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        *,
+        capacity: int,
+        rows: int,
+        features: Callable[[Sample], Features] | None,
+        place: Callable[[Batch], Batch],
+        keep: int = 1 << 30,
+    ) -> None:
+        packed = [[samples[i] for i in group] for group in pack([len(s) for s in samples], capacity)]
+        self._parts = [packed[at : at + rows] for at in range(0, len(packed), rows)]
+        self._capacity, self._rows, self._features, self._place = capacity, rows, features, place
+        self._kept: dict[int, Batch] = {}
+        self._room = keep
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number, part in enumerate(self._parts):
+            if (batch := self._kept.get(number)) is None:
+                batch = self._place(self._assemble(part))
+                size = sum(x.nbytes for x in jax.tree.leaves(batch))
+                if size <= self._room:
+                    self._room -= size
+                    self._kept[number] = batch = jax.device_get(batch)
+            yield batch
+
+    def _assemble(self, part: Sequence[Sequence[Sample]]) -> Batch:
+        rows = [
+            assemble(chosen, self._capacity, [self._features(s) for s in chosen] if self._features else ())
+            for chosen in part
+        ]
+        return stack(rows + [jax.tree.map(np.zeros_like, rows[0])] * (self._rows - len(rows)))
 
 
 def add_up(metrics: Iterable[Metrics]) -> Metrics:

@@ -22,7 +22,7 @@ from eaglejax.train.settings import TrainSettings
 class Plan:
     """Counts and sizes of a run; sizes in bytes. ``disk_bytes``: most that its checkpoints take together,
     while one more than is kept is written. ``device_bytes`` is an estimate of the peak: target, masters,
-    optimiser, gradients and the activations of one micro-batch."""
+    optimiser, gradients, the features of an update and the activations of one micro-batch."""
 
     samples: int
     held_out: int
@@ -73,6 +73,7 @@ def make_plan(settings: TrainSettings, target: Target, data: Data) -> Plan:
     trained = sum(size for path, size in sizes.items() if path not in kept)
     width = target.config.hidden_size * target.dtype.itemsize
     item = 2 if run.compute_dtype == "bfloat16" else 4
+    a_token = (len(config.aux) + 1) * width
     return Plan(
         samples=len(data.train),
         held_out=len(data.validation),
@@ -87,8 +88,11 @@ def make_plan(settings: TrainSettings, target: Target, data: Data) -> Plan:
         checkpoint_bytes=trained * 12,
         # The best one stays beside the latest, and a new one is whole before an old one goes.
         disk_bytes=trained * 12 * (run.keep + 2),
-        feature_bytes=0 if run.features == "online" else (tokens + held) * (len(config.aux) + 1) * width,
-        device_bytes=target.nbytes + trained * 16 + _activations(config, settings, item),
+        feature_bytes=0 if run.features == "online" else (tokens + held) * a_token,
+        device_bytes=target.nbytes
+        + trained * 16
+        + run.accumulate * run.rows * length * a_token
+        + _activations(config, settings, item),
     )
 
 

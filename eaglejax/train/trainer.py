@@ -34,7 +34,7 @@ from eaglejax.train.feature_cache import FeatureCache
 from eaglejax.train.features import fingerprint, identity, with_features
 from eaglejax.train.logs import SCALARS, JsonLog, Log, TensorBoardLog, WandbLog
 from eaglejax.train.optimizers import optimizer, schedule
-from eaglejax.train.packing import Features, assemble, batch_stream, pack, stack
+from eaglejax.train.packing import Features, batch_stream
 from eaglejax.train.prepare import STARTS, Data, Draft
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import TrainSettings, to_toml
@@ -158,7 +158,7 @@ class Trainer:
         self, state: TrainState, stream: Any, checkpoints: run_checkpoints.RunCheckpoints, logs: list[Log]
     ) -> TrainState:
         run = self.settings.run
-        validation = self._validation()
+        validation = self._held_out()
         update, streak, tokens, since = int(state.update), 0, 0, time.perf_counter()
         reports: list[UpdateReport] = []
         while update < run.updates and not self._stop.is_set():
@@ -210,7 +210,7 @@ class Trainer:
             "discarded_documents": int(state.discarded),
         }
 
-    def _evaluate(self, weights: Weights, validation: list[Batch]) -> dict[str, Any]:
+    def _evaluate(self, weights: Weights, validation: evaluate.HeldOut) -> dict[str, Any]:
         found = evaluate.summary(
             evaluate.add_up(self._measure(weights, shard_batch(b, self.mesh)) for b in validation)
         )
@@ -271,26 +271,23 @@ class Trainer:
 
     def _place(self, batches: list[Batch]) -> Batch:
         """Micro-batches on the devices, rows spread over them, with features."""
-        aux = self.draft.config.aux
         if self._features is None:
-            batches = [with_features(self.target, shard_batch(b, self.mesh), aux) for b in batches]
+            batches = [self._with_features(b) for b in batches]
         return shard_batch(micro_batches(batches), self.mesh, leading=1)
 
-    def _validation(self) -> list[Batch]:
-        """The held-out samples as batches on the host, in a fixed order; the last one is filled up with empty
-        rows."""
-        samples, length, rows = self.data.validation, self.settings.data.row_tokens, self.settings.run.rows
-        packed = []
-        for group in pack([len(s) for s in samples], length):
-            chosen = [samples[i] for i in group]
-            beside = [self._features(s) for s in chosen] if self._features else ()
-            packed.append(assemble(chosen, length, beside))
-        batches = []
-        for at in range(0, len(packed), rows):
-            part = packed[at : at + rows]
-            part += [jax.tree.map(np.zeros_like, part[0])] * (rows - len(part))
-            batches.append(jax.tree.map(lambda x: x[0], jax.device_get(self._place([stack(part)]))))
-        return batches
+    def _with_features(self, batch: Batch) -> Batch:
+        """One batch on the devices, with features unless it was made of stored ones."""
+        batch = shard_batch(batch, self.mesh)
+        return with_features(self.target, batch, self.draft.config.aux) if self._features is None else batch
+
+    def _held_out(self) -> evaluate.HeldOut:
+        return evaluate.HeldOut(
+            self.data.validation,
+            capacity=self.settings.data.row_tokens,
+            rows=self.settings.run.rows,
+            features=self._features,
+            place=self._with_features,
+        )
 
     def _binds(self) -> dict[str, Any]:
         """What a checkpoint must agree with: all that shapes the state or the order of the data, and how the
@@ -348,12 +345,13 @@ def export(folder: Path, draft: Draft, weights: Weights, settings: TrainSettings
     if foreign:
         raise EaglejaxError(f"the trained weights lack, or should not have, {', '.join(sorted(foreign))}")
     complete = jax.tree.map(np.asarray, eagle_model.cast(complete, draft.config, dtype))
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    # Names that the next run finds again: a kill leaves nothing for good.
+    temporary = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     tensors = tensors_of_weights(draft.config, complete)
     write_draft(temporary, draft.config, tensors, draft.ids, to="eaglejax")
     write_text(temporary / "training.toml", to_toml(settings))
-    earlier = folder.with_name(f".{folder.name}.{os.getpid()}.earlier")
+    earlier = folder.with_name(f".{folder.name}.earlier")
     shutil.rmtree(earlier, ignore_errors=True)
     if folder.exists():
         os.replace(folder, earlier)

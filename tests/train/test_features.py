@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from train_tools import leaves_equal
 
 from eaglejax.errors import CheckpointError, MismatchError
 from eaglejax.models import decoder
 from eaglejax.train import feature_cache
+from eaglejax.train.evaluate import HeldOut
 from eaglejax.train.feature_cache import FeatureCache, write_features
 from eaglejax.train.features import check_identity, fingerprint, head_summary, identity, with_features
 from eaglejax.train.packing import assemble
@@ -92,6 +94,33 @@ def test_cached_and_online_features_give_the_same_batch(target, cache):
         assert not np.any(cached.hidden[0, ~real])
 
 
+def test_held_out_batches_are_the_same_each_time_and_kept_as_far_as_there_is_room(target, cache):
+    read = FeatureCache(cache, identity(target, AUX)).read
+    made = []
+
+    def place(batch):
+        made.append(batch)
+        return batch
+
+    def passes(keep):
+        made.clear()
+        held = HeldOut(SAMPLES, capacity=24, rows=2, features=read, place=place, keep=keep)
+        assert len(held) == 2
+        both = [list(held), list(held)]
+        assert leaves_equal(*both)
+        return both[0]
+
+    first, second = passes(1 << 30)
+    assert len(made) == 2
+    found = [set(batch.tokens[batch.documents > 0].tolist()) for batch in (first, second)]
+    assert found[0] | found[1] == {i for s in SAMPLES for i in s.ids.tolist()}
+    assert not np.any(second.documents[1])
+    assert leaves_equal(passes(0), [first, second])
+    assert len(made) == 4
+    passes(sum(x.nbytes for x in jax.tree.leaves(first)))
+    assert len(made) == 3
+
+
 def test_a_killed_extraction_goes_on_and_computes_nothing_twice(target, cache, tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     real, calls = feature_cache.target_features, []
@@ -133,6 +162,8 @@ def test_features_of_another_kind_are_refused_with_every_difference(target, cach
         FeatureCache(tmp_path, {})
     with pytest.raises(CheckpointError, match="feature format 0 is not 1"):
         write_features(tmp_path, target, [], AUX, capacity=24)
+    with pytest.raises(CheckpointError, match=r"none holds no features; make them with `eaglejax features"):
+        FeatureCache(tmp_path / "none", {})
     found = FeatureCache(cache, identity(target, AUX))
     with pytest.raises(CheckpointError, match=r"no features of sample 99"):
         found.read(make(6, 99))
