@@ -45,11 +45,10 @@ class Sweep:
 
     def run(self) -> int:
         """The command. Exit status 1 when a run failed or was interrupted; the same command goes on."""
-        from eaglejax.checkpoint.files import write_text
+        from eaglejax.checkpoint.files import only_writer
         from eaglejax.checkpoint.target import load_target
-        from eaglejax.devices import machine
         from eaglejax.train.features import fingerprint
-        from eaglejax.train.sweep import read_sweep, run_key, write_json
+        from eaglejax.train.sweep import read_sweep, run_key
 
         points = read_sweep(self.config, self.overrides, self.grid)
         base = points[0].settings
@@ -62,6 +61,15 @@ class Sweep:
             plans = [session.plan(point, key) for point, key in zip(points, keys, strict=True)]
             self._show({"runs": plans}, plan_table(plans))
             return 1 if any("error" in entry for entry in plans) else 0
+        with only_writer(session.out):
+            return self._train(session, points, keys)
+
+    def _train(self, session: _Session, points: Sequence[Point], keys: Sequence[str]) -> int:
+        """Every point's result, and the table of them; the exit status."""
+        from eaglejax.checkpoint.files import write_text
+        from eaglejax.devices import machine
+        from eaglejax.train.sweep import write_json
+
         runs: list[dict[str, Any]] = []
         errors: list[dict[str, Any]] = []
         interrupted = False
@@ -78,7 +86,8 @@ class Sweep:
                 show.print_note("interrupted; the same command goes on")
                 break
             runs.append(result)
-        report = {"target": base.target, "runs": runs, "errors": errors, "machine": machine.describe()}
+        target = points[0].settings.target
+        report = {"target": target, "runs": runs, "errors": errors, "machine": machine.describe()}
         if runs:
             table = result_table(runs)
             write_json(session.out / "sweep.json", report)

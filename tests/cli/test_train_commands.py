@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from eaglejax.checkpoint.eagle_read import read_draft
+from eaglejax.checkpoint.files import only_writer
 from eaglejax.cli.main import main
 from eaglejax.train.trainer import Trainer
 
@@ -136,6 +137,10 @@ def test_a_sweep_trains_each_point_once_and_compares_tau_with_cost(run, config, 
     assert "not 400" in err
     assert run(*where, *more, "--plan")[1].count("cannot be trained") == 1
     assert trained == [16]
+    with only_writer(place / "sweep"):
+        status, _, err = run(*where, *more)
+    assert status == 2
+    assert "being written by another process" in err
     # A point that cannot be trained is told, and costs the others nothing.
     status, out, err = run(*where, *more, "--json", "--profile")
     report = json.loads(out)
