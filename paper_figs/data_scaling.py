@@ -19,12 +19,14 @@ def draw(results: Results) -> Any:
     figure, (own, other) = style.panels(2, columns=2)
     points = sorted((run["values"][AXIS], run["tau"]) for run in runs)
     style.ours(own, *zip(*points, strict=True), "ours: EAGLE-3")
+    multiples = set[float]()
     for number, entry in enumerate(published("data_scaling")):
         style.theirs(other, entry["multiples"], entry["tau"], entry["label"], number)
-    for axis, title, x in (
-        (own, "One target, equal updates", "training samples"),
-        (other, "As published, MT-bench", "training data, multiples of ShareGPT"),
+        multiples |= set(entry["multiples"])
+    for axis, at, title, x in (
+        (own, [samples for samples, _ in points], "One target, equal updates", "training samples"),
+        (other, sorted(multiples), "As published, MT-bench", "training data, multiples of ShareGPT"),
     ):
-        axis.set_xscale("log", base=2)
-        style.finish(axis, title, x, "tau")
+        style.doublings(axis, at)
+        style.finish(axis, title, x, "tau", below=True)
     return figure

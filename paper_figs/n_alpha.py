@@ -16,7 +16,7 @@ def draw(results: Results) -> Any:
         style.ours(own, range(1, len(rates) + 1), rates, label, number)
     for number, entry in enumerate(published("n_alpha")):
         style.theirs(other, entry["positions"], entry["values"], entry["label"], number)
-    for axis, title in ((own, "Same target, same data"), (other, "As published, other targets")):
+    for axis, title in ((own, "One target, the same texts"), (other, "As published, other targets")):
         axis.set_ylim(0, 1)
-        style.finish(axis, title, "position of the draft", "acceptance given all before")
+        style.finish(axis, title, "position of the draft", "acceptance given all before", below=True)
     return figure

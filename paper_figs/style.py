@@ -52,13 +52,21 @@ def theirs(
     )
 
 
-def finish(axis: Any, title: str, x: str, y: str) -> None:
-    """Titles, and a legend where there are labels."""
+def finish(axis: Any, title: str, x: str, y: str, *, below: bool = False) -> None:
+    """Titles, and a legend where there are labels; ``below``: under the panel, for long ones."""
     axis.set_title(title, fontsize=10)
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=6, frameon=False)
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22)} if below else {}
+        axis.legend(fontsize=6, frameon=False, **place)
+
+
+def doublings(axis: Any, at: Sequence[float]) -> None:
+    """A logarithmic x axis with marks at ``at`` alone, in plain numbers."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(at, [f"{value:g}" for value in at])
+    axis.minorticks_off()
 
 
 def save(figure: Any, path: Path) -> Path:
