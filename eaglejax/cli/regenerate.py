@@ -49,7 +49,7 @@ class Regenerate:
         """The command. Exit status 1 when some row failed."""
         from eaglejax.checkpoint.eagle import load_draft
         from eaglejax.checkpoint.target import load_target
-        from eaglejax.train.regenerate import RegenerateOptions, read_prompt_rows, regenerate
+        from eaglejax.train.regenerate import RegenerateOptions, error_file, read_prompt_rows, regenerate
 
         fields = {f.name for f in dataclasses.fields(RegenerateOptions)}
         options = RegenerateOptions(**{k: v for k, v in dataclasses.asdict(self).items() if k in fields})
@@ -80,5 +80,6 @@ class Regenerate:
                 f"{counts.written} answers ({tokens} tokens) written to {self.out}, {counts.known} were "
                 "there, "
                 f"{counts.too_long} prompts too long, {counts.failed} failed"
+                + (f" (why: {error_file(self.out)})" if counts.failed else "")
             )
         return 1 if counts.failed else 0

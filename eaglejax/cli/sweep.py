@@ -177,6 +177,8 @@ class _Session:
         from eaglejax.train.trainer import Trainer
 
         folder = self.folder(key)
+        # First, since data that cannot be read hold no prompts either.
+        data = self.data(point.settings.data)
         found, asked = read_result(folder), prompts_digest(self.prompts)
         if found is not None:
             # Another grid may have trained it, elsewhere: its values are those of this one.
@@ -188,7 +190,6 @@ class _Session:
         settings = dataclasses.replace(point.settings, out=str(folder))
         run = settings.run
         if found is None:
-            data = self.data(settings.data)
             with show.status("setting up the draft"):
                 draft = prepare_draft(settings, self.target, data, read_fit=self.read_fit)
             with progress(settings) as notify:

@@ -122,6 +122,15 @@ def prepare_data(settings: DataSettings, target: Target) -> Data:
     return Data(train, validation, report, prompts)
 
 
+def check_prompts(settings: TrainSettings, data: Data) -> None:
+    """Raise ConfigError where evaluations are to decode prompts and there are none."""
+    if settings.run.decode_prompts and not data.prompts:
+        raise ConfigError(
+            f"run.decode_prompts is {settings.run.decode_prompts}, and no prompt is held out to be decoded; "
+            "raise data.validation, or set run.decode_prompts to 0"
+        )
+
+
 def planned_config(settings: TrainSettings, target: Target) -> EagleConfig:
     """The configuration of the draft that the settings ask for, without its weights.
 

@@ -118,7 +118,7 @@ def regenerate(
     advance: Callable[[int, int], None] = lambda answers, tokens: None,
 ) -> Counts:
     """Answer ``rows`` (the first ``limit``) and append to ``out``; rows that fail go to
-    ``<out>.errors.jsonl``, each once.
+    ``error_file(out)``, each once.
 
     ``proposer`` only makes it faster. ``advance`` is told answers and tokens as they are written. Raises
     CheckpointError while another process writes to ``out``, and ConfigError, before anything is changed,
@@ -128,7 +128,7 @@ def regenerate(
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; it must be 1 or more")
     model, counts = fingerprint(target), Counts()
-    errors = out.with_name(out.name + ".errors.jsonl")
+    errors = error_file(out)
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_writer(out))
         known, told = read_answers(out), set(split_lines(errors)[0])
@@ -161,6 +161,11 @@ def regenerate(
         if errors.stat().st_size == 0:
             errors.unlink()
     return counts
+
+
+def error_file(out: str | Path) -> Path:
+    """Where the rows that fail go, with the reason of each."""
+    return Path(f"{out}.errors.jsonl")
 
 
 def read_answers(path: Path) -> dict[str, dict[str, Any]]:

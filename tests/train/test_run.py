@@ -23,6 +23,7 @@ from eaglejax.train.curate import place
 from eaglejax.train.feature_cache import write_features
 from eaglejax.train.objectives import Objective
 from eaglejax.train.optimizers import optimizer
+from eaglejax.train.plan import make_plan
 from eaglejax.train.prepare import prepare_data, prepare_draft
 from eaglejax.train.regenerate import RegenerateOptions, regenerate
 from eaglejax.train.run_checkpoints import RunCheckpoints
@@ -338,6 +339,8 @@ def test_prompts_that_are_decoded_are_held_out_whole_and_can_be_asked(prepared, 
     data = dataclasses.replace(data, prompts=[])
     with pytest.raises(ConfigError, match="no prompt is held out"):
         Trainer(settings, target, data, draft)
+    with pytest.raises(ConfigError, match="no prompt is held out"):
+        make_plan(settings, target, data)
 
 
 def test_a_draft_is_replaced_without_leftovers(prepared, target, tmp_path):

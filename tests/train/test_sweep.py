@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -205,6 +206,7 @@ def test_what_another_grid_trained_is_shown_with_the_values_of_this_one(tmp_path
     points = read_sweep(written(tmp_path, SWEEP))
     session = _Session(None, tmp_path, [])
     session.prompts = []
+    session._data = {points[0].settings.data: None}
     session.folder("key").mkdir(parents=True)
     before = {
         "values": {"draft.intermediate_size": 1216},
@@ -216,6 +218,13 @@ def test_what_another_grid_trained_is_shown_with_the_values_of_this_one(tmp_path
     assert found["values"] == {"draft.intermediate_size": 1216, "objective.steps": 3}
     assert found["folder"] == str(session.folder("key"))
     assert found["tau"] == 1.5
+
+
+def test_data_that_cannot_be_read_are_the_error_that_is_told(tmp_path):
+    points = read_sweep(written(tmp_path, SWEEP), [f"data.train=[{{path='{tmp_path / 'none.jsonl'}'}}]"])
+    target = SimpleNamespace(need_tokenizer=lambda: None, context=4096, config=SimpleNamespace(vocab_size=9))
+    with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read"):
+        _Session(target, tmp_path, [p.settings for p in points]).result(points[0], "key", timed=False)
 
 
 @pytest.mark.parametrize(
