@@ -75,9 +75,13 @@ class Counts:
 
 def read_prompt_rows(path: str | Path) -> Iterator[Prompt | str]:
     """Rows of a JSON Lines file: ``turns``, ``prompt``, ``messages`` or ``conversations`` (whose user turns
-    are asked again; answers in them are not used). A bad row comes as the text of its error."""
+    are asked again; answers in them are not used). A bad row comes as the text of its error. Raises
+    ConfigError for a file that cannot be read or holds no row."""
+    number = 0
     for number, line in read_lines(path):
         yield _row(line, f"{path}, line {number}", number)
+    if not number:
+        raise ConfigError(f"{path} holds no rows")
 
 
 def _row(line: str, where: str, number: int) -> Prompt | str:

@@ -136,3 +136,6 @@ def test_other_settings_are_other_answers_and_foreign_files_are_refused(target, 
         RegenerateOptions(batch_size=0)
     with pytest.raises(ConfigError, match="cannot be read"):
         list(read_prompt_rows(tmp_path / "none.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    with pytest.raises(ConfigError, match="holds no rows"):
+        list(read_prompt_rows(tmp_path / "empty.jsonl"))
