@@ -68,6 +68,7 @@ def _turn(
     """The row that ends with the answer ``messages[turn]``, only that answer supervised."""
     prompt = tokenizer.render_chat(messages[:turn], add_generation_prompt=True, **variables)
     whole = tokenizer.render_chat(messages[: turn + 1], add_generation_prompt=False, **variables)
+    served = prompt
     if not whole.startswith(prompt):
         history = tokenizer.render_chat(messages[:turn], add_generation_prompt=False, **variables)
         if not whole.startswith(history):
@@ -76,20 +77,37 @@ def _turn(
                 "answered, so that the answer cannot be told from the prompt"
             )
         prompt = _common(prompt, whole)
-    answer = str(messages[turn]["content"]).strip()
+    answer = str(messages[turn]["content"])
     at = len(prompt)
-    if answer and not (messages[turn].get("reasoning_content") or messages[turn].get("tool_calls")):
+    if answer.strip() and not (messages[turn].get("reasoning_content") or messages[turn].get("tool_calls")):
         # What a template writes in front of the answer (an empty reasoning block, say) is not the target's.
-        at = whole.find(answer, _opening(tokenizer, messages, turn, prompt, whole, variables))
+        opening = _opening(tokenizer, messages, turn, prompt, whole, variables)
+        # Templates may trim it.
+        at = whole.find(answer if answer in whole[opening:] else answer.strip(), opening)
     if at < 0:
         raise RequestError(f"the template changes the text of turn {turn}; its answer is not found")
-    ids = tokenizer.encode(whole, special=False)
-    before = tokenizer.encode(whole[:at], special=False)
+    ids, before = (_encode(tokenizer, text, served) for text in (whole, whole[:at]))
     start = len(_common(before, ids))
     end = _end(ids, start, tokenizer.eos_ids)
     if end == start:
         raise RequestError(f"nothing is supervised; turn {turn} is empty")
     return Rendered(ids[:end], [start <= n < end for n in range(end)])
+
+
+def _encode(tokenizer: Tokenizer, text: str, served: str) -> list[int]:
+    """Ids of ``text``, beginning with those of ``served``, as serving sends them, where it begins with that.
+
+    Encoded together, what follows may merge with it (line ends do). Where a tokenizer cannot go on with the
+    rest of a text, which decoding shows, the ids are those of both together.
+    """
+    ids = tokenizer.encode(text, special=False)
+    if not text.startswith(served):
+        return ids
+    front = tokenizer.encode(served, special=False)
+    if ids[: len(front)] == front:
+        return ids
+    apart = front + tokenizer.encode(text[len(served) :], special=False)
+    return apart if tokenizer.decode(apart) == tokenizer.decode(ids) else ids
 
 
 def _opening(

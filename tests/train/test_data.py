@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import VOCAB, byte_tokenizer
@@ -89,6 +90,26 @@ def test_a_template_that_rewrites_history_gives_one_row_a_turn_without_its_own_i
     assert supervised_text(second, tokenizer) == ["No more.<|im_end|>"]
     # The second row's history is what serving would send: no reasoning block in the earlier turn.
     assert "<think>" not in tokenizer.decode(second.ids[: len(second.ids) - 40].tolist())
+
+
+def test_an_answer_that_begins_with_line_ends_does_not_change_the_prompts_ids():
+    """A tokenizer that merges line ends would make one token of the prompt's last one and the answer's."""
+    backend = byte_tokenizer()
+    letters = {backend.id_to_token(i): i for i in range(256)}
+    end = backend.id_to_token(backend.encode("\n").ids[0])
+    backend.model = tokenizers.models.BPE({**letters, end * 2: VOCAB}, [(end, end)])
+    tokenizer = make_tokenizer(backend, eos=set(), bos=None, template=TEMPLATE, specials={})
+    talk = [CHAT[1], {"role": "assistant", "content": "\n\nHello"}]
+    (sample,) = samples_of_row({"messages": talk}, tokenizer, name="row", vocab_size=VOCAB + 1)
+    prompt = tokenizer.apply_chat_template(talk[:1])
+    assert sample.prompt.tolist() == prompt
+    assert supervised_text(sample, tokenizer) == ["\n\nHello<|im_end|>"]
+    assert len(tokenizer.encode("\n\n")) == 1
+    # Asked on, the conversation is sent as one text, in which they are one token: another row.
+    more = [*talk, *CHAT[3:]]
+    first, second = samples_of_row({"messages": more}, tokenizer, name="row", vocab_size=VOCAB + 1)
+    assert first.key == sample.key
+    assert second.prompt.tolist() == tokenizer.apply_chat_template(more[:3])
 
 
 @pytest.mark.parametrize("answer", ["think", "hi", "</think>"])
