@@ -120,9 +120,11 @@ def layer_weights(
         lower = theirs[:, np.arange(heads) * theirs.shape[1] // heads].reshape(hidden, -1)
         upper = rng.normal(0, _SMALL, lower.shape)
         layer[name] = jnp.asarray(np.concatenate([upper, lower]), jnp.float32)
-    theirs_o = _f32(last["o"])
-    if theirs_o.shape == layer["o"].shape:
-        layer["o"] = jnp.asarray(theirs_o)
+    theirs_o = _f32(last["o"]).reshape(-1, config.head_dim, hidden)
+    chosen = np.arange(config.num_heads) * len(theirs_o) // config.num_heads
+    # A head of the target that is there several times writes its part each time.
+    times = np.bincount(chosen)[chosen]
+    layer["o"] = jnp.asarray((theirs_o[chosen] / times[:, None, None]).reshape(-1, hidden), jnp.float32)
     _borrow_mlp(config, target, layer, middle)
     for further in weights["layers"][1:]:
         _silence(further)

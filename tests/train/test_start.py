@@ -169,6 +169,16 @@ def test_the_layer_start_is_the_targets_last_layer_on_the_features_half(target):
         assert np.abs(np.asarray(layer[name])[:HIDDEN]).max() < 0.2
     for name in ("o", "gate", "up", "down"):
         np.testing.assert_array_equal(layer[name], last[name])
+    # With twice the heads each of the target's is there twice, and the two together write what it writes.
+    wide = warm.layer_weights(dataclasses.replace(config, num_heads=2 * HEADS), target, 0)["layers"][0]
+    q = np.asarray(wide["q"])[HIDDEN:].reshape(HIDDEN, HEADS, 2, HEAD_DIM)
+    np.testing.assert_array_equal(q[:, :, 0], q[:, :, 1])
+    np.testing.assert_array_equal(q[:, :, 0].reshape(HIDDEN, -1), last["q"])
+    both = np.asarray(wide["o"]).reshape(HEADS, 2, HEAD_DIM, HIDDEN)
+    np.testing.assert_allclose(both.sum(1).reshape(-1, HIDDEN), last["o"], rtol=1e-6)
+    narrow = warm.layer_weights(dataclasses.replace(config, num_heads=HEADS // 2), target, 0)["layers"][0]
+    theirs = np.asarray(last["o"]).reshape(HEADS, HEAD_DIM, HIDDEN)[::2]
+    np.testing.assert_array_equal(narrow["o"], theirs.reshape(-1, HIDDEN))
     feature = np.random.default_rng(0).normal(size=(1, 3, 3, HIDDEN)).astype(np.float32)
     fused = eagle_model.fuse(EagleParams(weights), config, jnp.asarray(feature))
     np.testing.assert_allclose(fused, feature[:, :, 2], rtol=1e-6)
