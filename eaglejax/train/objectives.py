@@ -104,11 +104,17 @@ class Objective:
             for name in names:
                 if not used and getattr(self, name) != getattr(Objective, name):
                     raise ConfigError(f"objective.{name} has an effect with {where} alone")
-        if self.noise < 0 or self.balance_weight < 0 or self.top_tokens < 1:
+        for name in ("kl_scale", "kl_decay", "noise", "feature_weight", "token_weight", "top_weight"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"objective.{name} is {getattr(self, name)}; it must not be negative")
+        if self.balance_weight < 0 or self.top_tokens < 1:
             raise ConfigError(
-                "objective.noise and objective.balance_weight must not be negative and objective.top_tokens "
-                "at least 1"
+                "objective.balance_weight must not be negative and objective.top_tokens at least 1"
             )
+        weights = [self.feature_weight, self.token_weight]
+        weights += [self.top_weight] if self.algorithm == "hass" else []
+        if self.version == 1 and not any(weights):
+            raise ConfigError("all weights of the objective are 0; nothing is trained")
 
     @property
     def weights(self) -> tuple[float, ...]:

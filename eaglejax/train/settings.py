@@ -192,6 +192,10 @@ class TrainSettings:
             raise ConfigError(
                 f"optimizer.learning_rate is {self.optimizer.learning_rate}; it must be positive"
             )
+        if self.optimizer.final > 1:
+            raise ConfigError(
+                f"optimizer.final is {self.optimizer.final}; the rate falls to at most 1 times its peak"
+            )
         for section in ("data", "run"):
             seed = getattr(self, section).seed
             if not 0 <= seed < 1 << 32:

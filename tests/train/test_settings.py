@@ -111,6 +111,10 @@ def test_a_file_is_read_with_overrides_and_written_back_equal(tmp_path):
         ("draft.experts_per_token=1", r"draft\.experts is 0"),
         ("optimizer={schedule='constant', final=0.1}", "a constant one does not fall"),
         ("objective={steps=1, step_weights=[1.0], step_decay=0.9}", "no effect beside"),
+        ("optimizer.final=1.5", r"optimizer\.final is 1\.5"),
+        ("objective={loss='lk_lambda', kl_decay=-1.0}", r"objective\.kl_decay is -1\.0; it must not be"),
+        ("objective={algorithm='hass', top_weight=-1.0}", r"objective\.top_weight is -1\.0"),
+        ("objective={algorithm='eagle1', steps=1, feature_weight=0, token_weight=0}", "nothing is trained"),
         ("nonsense", "section.key=value"),
     ],
 )
