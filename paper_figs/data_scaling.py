@@ -6,6 +6,7 @@ from typing import Any
 
 from eaglejax.errors import ConfigError
 from paper_figs import style
+from paper_figs.draft_shape import standard_error
 from paper_figs.results import Results, published
 
 AXIS = "data.total"
@@ -17,14 +18,15 @@ def draw(results: Results) -> Any:
     if any(AXIS not in run["values"] for run in runs):
         raise ConfigError(f"the result data_scaling/samples is no sweep over {AXIS}")
     figure, (own, other) = style.panels(2, columns=2)
-    points = sorted((run["values"][AXIS], run["tau"]) for run in runs)
-    style.ours(own, *zip(*points, strict=True), "ours: EAGLE-3")
+    points = sorted((run["values"][AXIS], run["tau"], standard_error(run)) for run in runs)
+    samples, tau, errors = zip(*points, strict=True)
+    style.ours(own, samples, tau, "ours: EAGLE-3, with standard errors", errors=errors)
     multiples = set[float]()
     for number, entry in enumerate(published("data_scaling")):
         style.theirs(other, entry["multiples"], entry["tau"], entry["label"], number)
         multiples |= set(entry["multiples"])
     for axis, at, title, x in (
-        (own, [samples for samples, _ in points], "One target, equal updates", "training samples"),
+        (own, samples, "One target, equal updates", "training samples"),
         (other, sorted(multiples), "As published, MT-bench", "training data, multiples of ShareGPT"),
     ):
         style.doublings(axis, at)

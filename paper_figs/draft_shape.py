@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from paper_figs import style
@@ -9,16 +11,47 @@ from paper_figs.results import Results
 
 
 def draw(results: Results) -> Any:
-    """A panel for each sweep on record; the points carry the setting's values."""
-    sweeps = results.study("draft_shape", "width")
+    """A panel for each sweep on record; the points carry the setting's values, and bars of a standard error.
+
+    All panels span the same range of tau, so that what is noise in one does not look like an effect. A
+    setting that changes nothing about the cost stands on the x axis itself.
+    """
+    sweeps = sorted(results.study("draft_shape", "width").items())
     figure, axes = style.panels(len(sweeps))
-    for number, (axis, (name, figures)) in enumerate(zip(axes, sorted(sweeps.items()), strict=True)):
-        runs = sorted(figures["runs"], key=lambda run: run["step_flops"])
-        x, y = [run["step_flops"] / 1e6 for run in runs], [run["tau"] for run in runs]
-        style.ours(axis, x, y, "", number)
+    span = 1.3 * max(_high(figures["runs"]) - _low(figures["runs"]) for _, figures in sweeps)
+    for number, (axis, (name, figures)) in enumerate(zip(axes, sweeps, strict=True)):
+        costs = {run["step_flops"] for run in figures["runs"]}
+        settings = ", ".join(figures["runs"][0]["values"])
+        free = len(costs) == 1 and len(figures["runs"][0]["values"]) == 1
+
+        def place(run: Mapping[str, Any], free: bool = free) -> float:
+            (value, *_) = run["values"].values()
+            return float(value) if free else run["step_flops"] / 1e6
+
+        runs = sorted(figures["runs"], key=place)
+        x, y = [place(run) for run in runs], [run["tau"] for run in runs]
+        style.ours(axis, x, y, "", number, errors=[standard_error(run) for run in runs])
         for run, at in zip(runs, zip(x, y, strict=True), strict=True):
             text = ", ".join(str(value) for value in run["values"].values())
-            axis.annotate(text, at, xytext=(3, 4), textcoords="offset points", fontsize=7)
-        settings = ", ".join(runs[0]["values"])
-        style.finish(axis, f"{name}: {settings}", "MFLOP of a chain step", "tau")
+            axis.annotate(text, at, xytext=(4, 4), textcoords="offset points", fontsize=7)
+        middle = (_high(runs) + _low(runs)) / 2
+        axis.set_ylim(middle - span / 2, middle + span / 2)
+        style.finish(axis, f"{name}: {settings}", settings if free else "MFLOP of a chain step", "tau")
     return figure
+
+
+def standard_error(run: Mapping[str, Any]) -> float:
+    """Of a run's tau, were its rounds independent: their number from ``tokens`` and ``tau``, the variance of
+    the accepted tokens X of a round from P(X >= k), which ``per_position_acceptance_rate`` holds."""
+    rates = run["per_position_acceptance_rate"]
+    mean = math.fsum(rates)
+    square = math.fsum((2 * k - 1) * rate for k, rate in enumerate(rates, start=1))
+    return math.sqrt(max(square - mean**2, 0.0) * run["tau"] / run["tokens"])
+
+
+def _high(runs: Any) -> float:
+    return max(run["tau"] + standard_error(run) for run in runs)
+
+
+def _low(runs: Any) -> float:
+    return min(run["tau"] - standard_error(run) for run in runs)

@@ -37,9 +37,19 @@ def panels(count: int, columns: int = 3) -> tuple[Any, list[Any]]:
     return figure, axes[:count]
 
 
-def ours(axis: Any, x: Sequence[float], y: Sequence[float], label: str, number: int = 0) -> None:
-    """A solid curve of our own measurements."""
-    axis.plot(x, y, "o-", color=OURS[number % len(OURS)], label=label, markersize=4)
+def ours(
+    axis: Any,
+    x: Sequence[float],
+    y: Sequence[float],
+    label: str,
+    number: int = 0,
+    errors: Sequence[float] | None = None,
+) -> None:
+    """A solid curve of our own measurements, with bars of ``errors`` up and down."""
+    colour = OURS[number % len(OURS)]
+    axis.plot(x, y, "o-", color=colour, label=label, markersize=4)
+    if errors is not None:
+        axis.errorbar(x, y, errors, fmt="none", ecolor=colour, capsize=2)
 
 
 def theirs(

@@ -3,12 +3,14 @@
 import json
 import tomllib
 
+import numpy as np
 import pytest
 
 from eaglejax.errors import ConfigError
 from experiments import record
 from paper_figs import results as module
 from paper_figs.__main__ import FIGURES, main
+from paper_figs.draft_shape import standard_error
 from paper_figs.results import PUBLISHED, Results, published
 
 
@@ -25,13 +27,15 @@ def acceptance(scale):
     return {"all": rates(scale), "suites": suites, "languages": {"en": rates(scale), "zh": rates(scale / 3)}}
 
 
-def sweep(name, values):
+def sweep(name, values, cost=1_000_000):
     return {
         "runs": [
             {
                 "values": {name: v},
                 "tau": 1.2 + n / 10,
-                "step_flops": 1_000_000 * (n + 1),
+                "per_position_acceptance_rate": [0.1 + n / 10, 0.1],
+                "tokens": 120,
+                "step_flops": 1_000_000 + cost * n,
                 "parameters": 5,
                 "bytes": 9,
             }
@@ -53,6 +57,7 @@ def root(tmp_path):
     put("eagle1", "greedy-chain", acceptance(0.5))
     put("data_scaling", "samples", sweep("data.total", [250, 500, 1000]))
     put("draft_shape", "width", sweep("draft.intermediate_size", [608, 1216]))
+    put("draft_shape", "steps", sweep("objective.steps", [1, 3], cost=0))
     put("draft_shape", "vocab", sweep("draft.vocab", [2048, 4096]))
     put("rotation", "ladder", {"rungs": {"original": {"tau": 2.0}, "unaligned": {"tau": 1.01}}})
     put("quantization", "acceptance", {n: scored(t, p) for n, t, p in SCORED})
@@ -115,11 +120,21 @@ def test_what_is_drawn_is_what_is_on_record(root):
     assert len(other.lines) == len(published("n_alpha"))
     axis = FIGURES["data_scaling"](Results(root)).axes[0]
     assert axis.lines[0].get_xdata().tolist() == [250, 500, 1000]
-    vocab, width = FIGURES["draft_shape"](Results(root)).axes
+    steps, vocab, width = FIGURES["draft_shape"](Results(root)).axes
     assert [t.get_text() for t in width.texts] == ["608", "1216"]
     assert vocab.lines[0].get_xdata().tolist() == [1.0, 2.0]
+    # What costs nothing is drawn over its own values; every panel spans the same range of tau.
+    assert steps.lines[0].get_xdata().tolist() == [1.0, 3.0]
+    assert len({round(np.ptp(axis.get_ylim()), 6) for axis in (steps, vocab, width)}) == 1
     (ladder,) = FIGURES["rotation"](Results(root)).axes
     assert [b.get_height() for b in ladder.patches] == [2.0, 1.01]
+
+
+def test_a_standard_error_is_that_of_the_rounds():
+    """Against the rounds themselves: 0, 1, 1 and 2 accepted tokens, each 25 times."""
+    accepted = np.repeat([0, 1, 1, 2], 25)
+    run = {"tau": 2.0, "tokens": 200, "per_position_acceptance_rate": [0.75, 0.25]}
+    assert standard_error(run) == pytest.approx(accepted.std() / np.sqrt(len(accepted)))
 
 
 def test_what_is_drawn_of_quantised_targets_is_what_is_on_record(root):
