@@ -16,6 +16,7 @@ def report_of(capfd, *arguments):
     return status, json.loads(out), [json.loads(line) for line in err.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_dry_run_checks_and_times_every_part(capfd):
     status, report, progress = report_of(capfd)
     assert status == 0

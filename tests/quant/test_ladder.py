@@ -40,7 +40,9 @@ def climb(name: str, which: str) -> tuple[list[list[int]], list[list[int]]]:
     return tiny_pair.decode(target, Eagle(config, chain(LENGTH)), params)
 
 
-@pytest.mark.parametrize("which", tiny_pair.VERSIONS)
+@pytest.mark.parametrize(
+    "which", [pytest.param(v, marks=[pytest.mark.slow] if v == "eagle1" else []) for v in tiny_pair.VERSIONS]
+)
 def test_the_ladder(which):
     plain = [list(t[len(p) :]) for p, t in zip(tiny_pair.PROMPTS, tiny_pair.texts(), strict=True)]
     rate = {}
