@@ -81,17 +81,22 @@ class TensorBoardLog:
         self._file.flush()
 
 
+def import_wandb() -> Any:
+    """The package of Weights & Biases. Raises ConfigError where it is not installed."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError("run.wandb is set, but the package wandb is not installed") from error
+    return wandb
+
+
 class WandbLog:
     """Weights & Biases, where its package is installed; one run there for each folder, gone on with."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError("run.wandb is set, but the package wandb is not installed") from error
         name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         options = {"dir": str(folder), "config": dict(config), "id": name, "resume": "allow"}
-        self._run = wandb.init(project="eaglejax", **options)
+        self._run = import_wandb().init(project="eaglejax", **options)
 
     def write(self, update: int, values: Mapping[str, Any]) -> None:
         """One step."""

@@ -14,7 +14,7 @@ from eaglejax.drafts.eagle_config import EagleConfig
 from eaglejax.drafts.eagle_model import param_table
 from eaglejax.models.target import Target
 from eaglejax.train.packing import pack
-from eaglejax.train.prepare import Data, check_prompts, planned_config
+from eaglejax.train.prepare import Data, check_run, planned_config
 from eaglejax.train.settings import TrainSettings
 
 
@@ -64,7 +64,7 @@ class Plan:
 
 def make_plan(settings: TrainSettings, target: Target, data: Data) -> Plan:
     """The plan of a run over ``data``. Raises ConfigError for one that could not start."""
-    check_prompts(settings, data)
+    check_run(settings, data)
     config = planned_config(settings, target)
     run, length = settings.run, settings.data.row_tokens
     rows = len(pack([len(s) for s in data.train], length))

@@ -22,6 +22,7 @@ from eaglejax.nn.linear import PackedWeight, embedding
 from eaglejax.quant.detect import check_basis
 from eaglejax.train import curate, warm
 from eaglejax.train.features import boundaries
+from eaglejax.train.logs import import_wandb
 from eaglejax.train.objectives import Head
 from eaglejax.train.packing import assemble, pack
 from eaglejax.train.samples import Report, Sample, read_samples
@@ -122,8 +123,11 @@ def prepare_data(settings: DataSettings, target: Target) -> Data:
     return Data(train, validation, report, prompts)
 
 
-def check_prompts(settings: TrainSettings, data: Data) -> None:
-    """Raise ConfigError where evaluations are to decode prompts and there are none."""
+def check_run(settings: TrainSettings, data: Data) -> None:
+    """Raise ConfigError for a run that could not begin: without prompts for evaluations that are to decode
+    some, or without the package that it is to log to."""
+    if settings.run.wandb:
+        import_wandb()
     if settings.run.decode_prompts and not data.prompts:
         raise ConfigError(
             f"run.decode_prompts is {settings.run.decode_prompts}, and no prompt is held out to be decoded; "

@@ -35,7 +35,7 @@ from eaglejax.train.features import fingerprint, identity, with_features
 from eaglejax.train.logs import SCALARS, JsonLog, Log, TensorBoardLog, WandbLog
 from eaglejax.train.optimizers import optimizer, schedule
 from eaglejax.train.packing import Features, batch_stream
-from eaglejax.train.prepare import STARTS, Data, Draft, check_prompts
+from eaglejax.train.prepare import STARTS, Data, Draft, check_run
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import TrainSettings, to_toml
 from eaglejax.train.state import (
@@ -84,7 +84,7 @@ class Trainer:
         run = settings.run
         if run.rows % self.mesh.size:
             raise ConfigError(f"run.rows {run.rows} must be a multiple of the {self.mesh.size} devices")
-        check_prompts(settings, data)
+        check_run(settings, data)
         if self.mesh.size > 1:
             # Weights on one device would be copied to the others for every batch.
             self.target = dataclasses.replace(target, params=replicate(target.params, self.mesh))

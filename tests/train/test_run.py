@@ -343,6 +343,14 @@ def test_prompts_that_are_decoded_are_held_out_whole_and_can_be_asked(prepared, 
         make_plan(settings, target, data)
 
 
+def test_a_plan_asks_for_the_package_that_the_run_will_log_to(prepared, target, monkeypatch):
+    settings, data, _ = prepared
+    settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, wandb=True))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="wandb is not installed"):
+        make_plan(settings, target, data)
+
+
 def test_a_draft_is_replaced_without_leftovers(prepared, target, tmp_path):
     settings, _, draft = prepared
     for _ in range(2):
