@@ -116,7 +116,7 @@ FAST = [("turbo3", CASES["mixed"]), ("int8", NARROW_DRAFT)]
 LOOPS = FAST + [
     pytest.param(form, case, marks=pytest.mark.slow)
     for form in NARROW
-    for case in (CASES["mixed"], NARROW_DRAFT, CASES["ngram"])
+    for case in (CASES["mixed"], NARROW_DRAFT, CASES["prediction"])
     if (form, case) not in FAST
 ]
 
@@ -148,7 +148,7 @@ def test_rounds_give_sequential_tokens_and_the_state_of_their_text(form: str, ca
             accepted += np.asarray(records.accepted)[0].tolist()
             lengths = lengths + count
         sizes.append(round.jit_run_rounds._cache_size())
-    assert len(set(accepted)) > 2
+    assert len(set(accepted)) > 1
     assert sizes[0] == sizes[1]
 
 
