@@ -8,6 +8,8 @@ import pytest
 
 # The tests state what holds on a CPU; a GPU's default matmul precision would need other tolerances.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Where the TPU compilers are installed, every test process loads them; none of them opens a TPU.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # Beside the code, so that a user's cache neither helps nor harms.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
 
