@@ -6,8 +6,7 @@ from typing import Any
 
 from eaglejax.errors import ConfigError
 from paper_figs import style
-from paper_figs.draft_shape import standard_error
-from paper_figs.results import Results, published
+from paper_figs.results import Results, published, standard_error
 
 AXIS = "data.total"
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from paper_figs import style
-from paper_figs.results import Results
+from paper_figs.results import Results, standard_error
 
 
 def draw(results: Results) -> Any:
@@ -38,15 +37,6 @@ def draw(results: Results) -> Any:
         axis.set_ylim(middle - span / 2, middle + span / 2)
         style.finish(axis, f"{name}: {settings}", settings if free else "MFLOP of a chain step", "tau")
     return figure
-
-
-def standard_error(run: Mapping[str, Any]) -> float:
-    """Of a run's tau, were its rounds independent: their number from ``tokens`` and ``tau``, the variance of
-    the accepted tokens X of a round from P(X >= k), which ``per_position_acceptance_rate`` holds."""
-    rates = run["per_position_acceptance_rate"]
-    mean = math.fsum(rates)
-    square = math.fsum((2 * k - 1) * rate for k, rate in enumerate(rates, start=1))
-    return math.sqrt(max(square - mean**2, 0.0) * run["tau"] / run["tokens"])
 
 
 def _high(runs: Any) -> float:

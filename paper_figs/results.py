@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +72,12 @@ def published(kind: str) -> list[dict[str, Any]]:
         label = f"theirs: {entry['method']}, {entry['model']} ({where}{how})"
         entries.append({**entry, "label": label, "citation": source["citation"]})
     return entries
+
+
+def standard_error(run: Mapping[str, Any]) -> float:
+    """Of a run's tau, were its rounds independent: their number from ``tokens`` and ``tau``, the variance of
+    the accepted tokens X of a round from P(X >= k), which ``per_position_acceptance_rate`` holds."""
+    rates = run["per_position_acceptance_rate"]
+    mean = math.fsum(rates)
+    square = math.fsum((2 * k - 1) * rate for k, rate in enumerate(rates, start=1))
+    return math.sqrt(max(square - mean**2, 0.0) * run["tau"] / run["tokens"])

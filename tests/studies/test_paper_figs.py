@@ -10,8 +10,7 @@ from eaglejax.errors import ConfigError
 from experiments import record
 from paper_figs import results as module
 from paper_figs.__main__ import FIGURES, main
-from paper_figs.draft_shape import standard_error
-from paper_figs.results import PUBLISHED, Results, published
+from paper_figs.results import PUBLISHED, Results, published, standard_error
 
 
 def rates(scale=1.0):
