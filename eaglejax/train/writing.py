@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
-from eaglejax.errors import ConfigError
+from eaglejax.errors import ConfigError, RequestError
+from eaglejax.jsonl import parse_object
 
 
 def split_lines(path: Path) -> tuple[list[str], bytes]:
@@ -41,6 +41,7 @@ def end_line(path: Path) -> None:
 def _is_object(rest: bytes) -> bool:
     """Whether a line without its end is whole. The beginning of an object never is one."""
     try:
-        return isinstance(json.loads(rest), dict)
-    except ValueError:
+        parse_object(rest.decode("utf-8"))
+    except (UnicodeDecodeError, RequestError):
         return False
+    return True
