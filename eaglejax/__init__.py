@@ -15,14 +15,14 @@ from eaglejax import devices
 devices.prepare()
 
 from eaglejax.api import generate, stream  # noqa: E402
-from eaglejax.checkpoint.draft_model import load_draft_model  # noqa: E402
-from eaglejax.checkpoint.eagle import load_draft  # noqa: E402
 from eaglejax.checkpoint.target import load_target  # noqa: E402
 from eaglejax.drafts.autoregressive import Autoregressive  # noqa: E402
 from eaglejax.drafts.base import Bound  # noqa: E402
-from eaglejax.drafts.draft_model import DraftModel  # noqa: E402
-from eaglejax.drafts.eagle import Eagle  # noqa: E402
-from eaglejax.drafts.eagle_tree import DynamicTree  # noqa: E402
+from eaglejax.drafts.draft_model.load import load_draft_model  # noqa: E402
+from eaglejax.drafts.draft_model.proposer import DraftModel  # noqa: E402
+from eaglejax.drafts.eagle.files.load import load_draft  # noqa: E402
+from eaglejax.drafts.eagle.proposer import Eagle  # noqa: E402
+from eaglejax.drafts.grow import DynamicTree  # noqa: E402
 from eaglejax.drafts.ngram import NGram  # noqa: E402
 from eaglejax.drafts.prediction import Prediction  # noqa: E402
 from eaglejax.drafts.tree import StaticTree, chain, from_choices  # noqa: E402

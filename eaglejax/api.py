@@ -9,11 +9,11 @@ import numpy as np
 
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.base import Bound, Proposer
-from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.detect import check_basis
+from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
-from eaglejax.quant.detect import check_basis
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import (
     LARGEST_PREFILL,

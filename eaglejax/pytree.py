@@ -63,6 +63,18 @@ def is_info(x: Any) -> bool:
     return isinstance(x, ArrayInfo)
 
 
+def leaf_paths(table: Any) -> dict[str, ArrayInfo]:
+    """The leaves of a table by dotted path (dict keys, sequence indices and field names), in tree order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(table, is_leaf=is_info)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): info for path, info in leaves}
+
+
+def unflatten(table: Any, leaves: dict[str, Any]) -> Any:
+    """A tree like ``table`` with the values of ``leaves`` (dotted path -> value)."""
+    treedef = jax.tree.structure(table, is_leaf=is_info)
+    return jax.tree.unflatten(treedef, [leaves[path] for path in leaf_paths(table)])
+
+
 def abstract(table: Any) -> Any:
     """The table as ``jax.ShapeDtypeStruct`` leaves."""
     return jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), table, is_leaf=is_info)

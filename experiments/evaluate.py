@@ -24,14 +24,14 @@ import numpy as np
 import tyro
 
 import eaglejax as ej
-from eaglejax.checkpoint.eagle import load_draft
 from eaglejax.cli import show
 from eaglejax.cli.answers import answer_rows
 from eaglejax.cli.run import run_command
 from eaglejax.config import BadRow, PromptRow, read_prompts
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.eagle import Eagle
-from eaglejax.drafts.eagle_tree import DynamicTree
+from eaglejax.drafts.eagle.files.load import load_draft
+from eaglejax.drafts.eagle.proposer import Eagle
+from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.tree import StaticTree, chain
 from eaglejax.errors import ConfigError
 from eaglejax.jsonl import parse_object, read_lines

@@ -25,8 +25,8 @@ import numpy as np
 
 from eaglejax import devices  # noqa: F401  sets what jax reads at its start
 from eaglejax.devices import machine
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import EagleParams, init_eagle
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.model import EagleParams, init_eagle
 from eaglejax.train.batch import Batch
 from eaglejax.train.objectives import Head, Objective
 from eaglejax.train.optimizers import optimizer

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 from tiny_model import HIDDEN, VOCAB
 
-from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.model import init_eagle
 
 SHAPE = {
     "vocab_size": VOCAB,

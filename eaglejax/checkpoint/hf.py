@@ -14,10 +14,11 @@ import numpy as np
 
 from eaglejax.checkpoint.files import progress, read_json
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
-from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Rule, TensorStore, materialize, plan, unflatten
+from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Rule, TensorStore, materialize, plan
 from eaglejax.errors import CheckpointError
 from eaglejax.models.config import ModelConfig, from_hf
 from eaglejax.models.decoder import param_table
+from eaglejax.pytree import unflatten
 
 _LAYER = "layers.{l}."
 _ATTENTION = "model.layers.{l}.self_attn."

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from eaglejax import pytree
@@ -80,18 +79,6 @@ class Assignment:
     stacked: bool = False
 
 
-def leaf_paths(table: Any) -> dict[str, pytree.ArrayInfo]:
-    """The leaves of a table by dotted path (dict keys, sequence indices and field names), in tree order."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(table, is_leaf=pytree.is_info)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): info for path, info in leaves}
-
-
-def unflatten(table: Any, leaves: dict[str, Any]) -> Any:
-    """A tree like ``table`` with the values of ``leaves`` (dotted path -> value)."""
-    treedef = jax.tree.structure(table, is_leaf=pytree.is_info)
-    return jax.tree.unflatten(treedef, [leaves[path] for path in leaf_paths(table)])
-
-
 def plan(
     table: Any, rules: Sequence[Rule], store: TensorStore, *, where: str, ignorable: Sequence[str] = ()
 ) -> list[Assignment]:
@@ -103,7 +90,7 @@ def plan(
     """
     present = set(store.names())
     assignments, missing = [], []
-    for leaf, info in leaf_paths(table).items():
+    for leaf, info in pytree.leaf_paths(table).items():
         possible = list(candidates(leaf, info, rules))
         found = [c for c in possible if present.issuperset(c.names)]
         if len(found) > 1:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from eaglejax.checkpoint.gguf import load_gguf
-from eaglejax.checkpoint.gguf_packed import load_packed
+from eaglejax.checkpoint.gguf.load import load_gguf
+from eaglejax.checkpoint.gguf.packed import load_packed
 from eaglejax.checkpoint.hf import load_folder, quantized_form
-from eaglejax.checkpoint.quant_read import exported_rotation, load_quantized
+from eaglejax.checkpoint.quantized.read import exported_rotation, load_quantized
 from eaglejax.checkpoint.sources import Source, Spec, resolve
 from eaglejax.checkpoint.tokenizer import load_tokenizer
 from eaglejax.errors import ConfigError, MismatchError

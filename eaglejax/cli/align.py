@@ -9,16 +9,16 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import eaglejax as ej
-from eaglejax.checkpoint.eagle import draft_folder
-from eaglejax.checkpoint.eagle_read import AuxConvention, read_draft
-from eaglejax.checkpoint.eagle_write import FormName
 from eaglejax.cli import show
 from eaglejax.cli.diagnose import PROMPTS, written_texts
+from eaglejax.drafts.align_file import align_file, write_aligned
+from eaglejax.drafts.eagle.files.load import draft_folder
+from eaglejax.drafts.eagle.files.read import AuxConvention, read_draft
+from eaglejax.drafts.eagle.files.write import FormName
 from eaglejax.errors import ConfigError
-from eaglejax.quant.align_file import align_file, write_aligned
-from eaglejax.quant.basis import Basis
-from eaglejax.quant.diagnose import Pair
-from eaglejax.quant.recover import recover_basis
+from eaglejax.measure.diagnose import Pair
+from eaglejax.rotation.basis import Basis
+from eaglejax.rotation.recover import recover_basis
 
 
 @dataclasses.dataclass(frozen=True)

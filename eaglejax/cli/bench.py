@@ -10,11 +10,12 @@ from typing import Any
 
 import eaglejax as ej
 from eaglejax.api import encode_prompt
-from eaglejax.checkpoint.eagle_read import AuxConvention
-from eaglejax.cli import methods, near_ties, profile, show, timing
+from eaglejax.cli import methods, show
 from eaglejax.config import BadRow, PromptRow, SpeculativeConfig, parse_speculative_config, read_prompts
 from eaglejax.devices import machine
+from eaglejax.drafts.eagle.files.read import AuxConvention
 from eaglejax.errors import ConfigError, EaglejaxError
+from eaglejax.measure import near_ties, profile, timing
 from eaglejax.speculate import metrics
 
 ROUNDS_A_CHUNK = 16

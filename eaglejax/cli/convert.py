@@ -9,11 +9,11 @@ from typing import Annotated
 import jax.numpy as jnp
 import tyro
 
-from eaglejax.checkpoint.eagle import draft_folder, draft_plan
-from eaglejax.checkpoint.eagle_read import AuxConvention, read_draft
-from eaglejax.checkpoint.eagle_write import FormName, tensors_of_file, write_draft
 from eaglejax.checkpoint.target import load_target
 from eaglejax.cli import show
+from eaglejax.drafts.eagle.files.load import draft_folder, draft_plan
+from eaglejax.drafts.eagle.files.read import AuxConvention, read_draft
+from eaglejax.drafts.eagle.files.write import FormName, tensors_of_file, write_draft
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,13 @@ import tyro
 
 import eaglejax as ej
 from eaglejax.api import encode_prompt
-from eaglejax.checkpoint.eagle import bind, draft_folder, read_weights
-from eaglejax.checkpoint.eagle_read import AuxConvention, DraftFile, read_draft
 from eaglejax.cli import show
 from eaglejax.config import BadRow, read_prompts
+from eaglejax.drafts.eagle.files.load import bind, draft_folder, read_weights
+from eaglejax.drafts.eagle.files.read import AuxConvention, DraftFile, read_draft
 from eaglejax.errors import ConfigError
-from eaglejax.quant.diagnose import STEPS, Report, diagnose
-from eaglejax.quant.measure import Texts
+from eaglejax.measure.diagnose import STEPS, Report, diagnose
+from eaglejax.measure.quality import Texts
 from eaglejax.speculate.generate import BatchDecoder, Request
 from eaglejax.speculate.metrics import Stats, total
 

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 import eaglejax as ej
-from eaglejax.checkpoint.eagle_read import AuxConvention
 from eaglejax.cli import methods, show
 from eaglejax.cli.answers import answer_json, answer_rows, bad_row_json, in_groups
 from eaglejax.config import BadRow, PromptRow, SpeculativeConfig, parse_speculative_config, read_prompts
+from eaglejax.drafts.eagle.files.read import AuxConvention
 from eaglejax.errors import ConfigError
 
 

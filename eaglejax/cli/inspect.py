@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import rich.table
 import tyro
 
-from eaglejax.checkpoint.draft_model import is_eagle
-from eaglejax.checkpoint.eagle import draft_folder, draft_plan
-from eaglejax.checkpoint.eagle_read import AuxConvention, DraftFile, read_draft
-from eaglejax.checkpoint.gguf import config_from_metadata
-from eaglejax.checkpoint.gguf_reader import GGUFFile
+from eaglejax.checkpoint.gguf.load import config_from_metadata
+from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.checkpoint.hf import read_config
-from eaglejax.checkpoint.quant_summary import holds_target, summary
+from eaglejax.checkpoint.quantized.summary import holds_target, summary
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.cli import show
+from eaglejax.drafts.draft_model.load import is_eagle
+from eaglejax.drafts.eagle.files.load import draft_folder, draft_plan
+from eaglejax.drafts.eagle.files.read import AuxConvention, DraftFile, read_draft
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.models.config import ModelConfig, from_hf
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import eaglejax as ej
-from eaglejax.checkpoint.draft_model import is_eagle
-from eaglejax.checkpoint.eagle import draft_folder
-from eaglejax.checkpoint.eagle_read import AuxConvention, read_draft
 from eaglejax.cli import show, trees
 from eaglejax.config import SpeculativeConfig
+from eaglejax.drafts.draft_model.load import is_eagle
+from eaglejax.drafts.eagle.files.load import draft_folder
+from eaglejax.drafts.eagle.files.read import AuxConvention, read_draft
 from eaglejax.errors import ConfigError
 from eaglejax.nn.kv_format import kv_format, uncalibrated_format
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import eaglejax as ej
 from eaglejax.api import encode_prompt
-from eaglejax.checkpoint.eagle_read import AuxConvention
 from eaglejax.cli import methods, show
 from eaglejax.config import BadRow, SpeculativeConfig, parse_speculative_config, read_prompts
+from eaglejax.drafts.eagle.files.read import AuxConvention
 from eaglejax.errors import ConfigError
 
 Backend = Literal["torch-cpu", "torch-cuda", "ascend", "musa"]

@@ -19,10 +19,10 @@ import tyro
 import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.checkpoint.hf import QuantizedForm
-from eaglejax.checkpoint.quant_own import is_packed, packed_leaves
-from eaglejax.checkpoint.quant_parts import kind_of
-from eaglejax.checkpoint.quant_read import label
-from eaglejax.checkpoint.quant_write import check_form, check_output, write_quantized
+from eaglejax.checkpoint.quantized.own import is_packed, packed_leaves
+from eaglejax.checkpoint.quantized.parts import kind_of
+from eaglejax.checkpoint.quantized.read import label
+from eaglejax.checkpoint.quantized.write import check_form, check_output, write_quantized
 from eaglejax.cli import show
 from eaglejax.config import BadRow, read_prompts
 from eaglejax.errors import ConfigError
@@ -32,8 +32,8 @@ from eaglejax.quant.array import QuantArray
 from eaglejax.quant.calibrate import calibrate
 from eaglejax.quant.kv import calibrate_cache
 from eaglejax.quant.quantize import quantize_target
-from eaglejax.quant.rotate import Rotation, rotate_target
 from eaglejax.quant.schemes import DEFAULT_EXCLUDE, SCHEMES, Plan, get_scheme
+from eaglejax.rotation.rotate import Rotation, rotate_target
 
 Turn = Literal["hadamard", "random", "block"]
 Truth = Annotated[bool | None, tyro.conf.FlagConversionOff]

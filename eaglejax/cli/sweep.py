@@ -14,8 +14,9 @@ import rich.console
 import rich.table
 import tyro
 
-from eaglejax.cli import profile, show
+from eaglejax.cli import show
 from eaglejax.errors import EaglejaxError
+from eaglejax.measure import profile
 
 if TYPE_CHECKING:
     from eaglejax.models.target import Target
@@ -166,9 +167,9 @@ class _Session:
         """Train and measure one point, or read what an earlier call found; None when it was interrupted.
 
         A draft that was compared on other prompts, before the grid had other data, is decoded again."""
-        from eaglejax.checkpoint.eagle import load_draft
-        from eaglejax.checkpoint.eagle_read import read_draft
         from eaglejax.cli.train import progress
+        from eaglejax.drafts.eagle.files.load import load_draft
+        from eaglejax.drafts.eagle.files.read import read_draft
         from eaglejax.drafts.tree import chain
         from eaglejax.train import evaluate
         from eaglejax.train.cost import draft_cost

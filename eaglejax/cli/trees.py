@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Literal
 
 from eaglejax.config import SpeculativeConfig
-from eaglejax.drafts.eagle_tree import DynamicTree
+from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.tree import StaticTree, chain, from_choices
 from eaglejax.errors import ConfigError
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.eagle import Eagle
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import EagleParams
-from eaglejax.drafts.eagle_tree import DynamicTree
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.model import EagleParams
+from eaglejax.drafts.eagle.proposer import Eagle
+from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError
 from eaglejax.interop.eagle import Draft

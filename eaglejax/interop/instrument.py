@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaglejax.drafts import eagle, eagle_model
-from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle import proposer as eagle
+from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.interop.names import Place
 from eaglejax.models import decoder
 from eaglejax.speculate import round

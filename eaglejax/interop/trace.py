@@ -16,7 +16,7 @@ import numpy as np
 
 from eaglejax import sampling
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.interop.compare import Committed, Recorded, Stage, in_order, is_coarse
 from eaglejax.interop.instrument import Capture, Instruments

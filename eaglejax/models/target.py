@@ -18,7 +18,7 @@ from eaglejax.nn.kv_format import KVFormat
 if TYPE_CHECKING:
     from eaglejax.checkpoint.sources import Source
     from eaglejax.checkpoint.tokenizer import Tokenizer
-    from eaglejax.quant.basis import Basis
+    from eaglejax.rotation.basis import Basis
 
 DTYPES = ("bfloat16", "float32", "float16")
 """Dtypes that weights are held in."""

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.tables import leaf_paths, unflatten
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import embedding, grouped_linear, linear
+from eaglejax.pytree import leaf_paths, unflatten
 from eaglejax.quant.schemes import INNER
 
 FLOAT = ("post_rotation",)

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.tables import leaf_paths, unflatten
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import DTYPES, Target
+from eaglejax.pytree import leaf_paths, unflatten
 from eaglejax.quant.array import QuantArray, column_sums
 from eaglejax.quant.calibrate import InputRange, Statistics, weight_paths
 from eaglejax.quant.schemes import Plan, Scheme, Search, as_plan

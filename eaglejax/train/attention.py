@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_unroll import StepAttention, step_attention
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.unroll import StepAttention, step_attention
 from eaglejax.errors import ConfigError
 
 _LEAST_CHUNK = 64

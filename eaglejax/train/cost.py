@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from eaglejax.checkpoint.tables import leaf_paths
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import param_table
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.model import param_table
+from eaglejax.pytree import leaf_paths
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from eaglejax.checkpoint.eagle import bind
-from eaglejax.drafts import eagle_model
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.eagle import Eagle
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import EagleParams, Weights
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files.load import bind
+from eaglejax.drafts.eagle.model import EagleParams, Weights
+from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import EagleParams
-from eaglejax.drafts.eagle_unroll import StepAttention, step_attention, unroll
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.model import EagleParams
+from eaglejax.drafts.eagle.unroll import StepAttention, step_attention, unroll
 from eaglejax.errors import ConfigError
 from eaglejax.nn.linear import linear
 from eaglejax.train.batch import Alignment, Batch, row_mask, shift

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import rich.table
 
-from eaglejax.checkpoint.tables import leaf_paths
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import param_table
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.model import param_table
 from eaglejax.models.target import Target
+from eaglejax.pytree import leaf_paths
 from eaglejax.train.packing import pack
 from eaglejax.train.prepare import Data, check_run, planned_config
 from eaglejax.train.settings import TrainSettings

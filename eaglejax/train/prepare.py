@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.eagle import bind, draft_folder, head_matrix, read_weights, target_head
-from eaglejax.checkpoint.eagle_read import DraftFile, read_draft
-from eaglejax.drafts.eagle_config import EagleConfig, default_boundaries
-from eaglejax.drafts.eagle_model import EagleParams, Weights
+from eaglejax.drafts.detect import check_basis
+from eaglejax.drafts.eagle.config import EagleConfig, default_boundaries
+from eaglejax.drafts.eagle.files.load import bind, draft_folder, head_matrix, read_weights, target_head
+from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
+from eaglejax.drafts.eagle.model import EagleParams, Weights
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import PackedWeight, embedding
-from eaglejax.quant.detect import check_basis
 from eaglejax.train import curate, warm
 from eaglejax.train.features import boundaries
 from eaglejax.train.logs import import_wandb

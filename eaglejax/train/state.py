@@ -14,9 +14,9 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from eaglejax import pytree
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import EagleParams, Weights
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.model import EagleParams, Weights
 from eaglejax.train.attention import training_attention
 from eaglejax.train.batch import Batch
 from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, trained_rows

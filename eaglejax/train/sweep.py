@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eaglejax.checkpoint.eagle import draft_folder
 from eaglejax.checkpoint.files import read_json, write_text
+from eaglejax.drafts.eagle.files.load import draft_folder
 from eaglejax.errors import ConfigError
 from eaglejax.train.curate import place
 from eaglejax.train.prepare import STARTS

@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.checkpoint.files import make_folder, only_writer, write_text
-from eaglejax.checkpoint.tables import leaf_paths
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle_model import Weights, param_table
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.model import Weights, param_table
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.models.target import Target
+from eaglejax.pytree import leaf_paths
 from eaglejax.train import evaluate, run_checkpoints
 from eaglejax.train.batch import Batch
 from eaglejax.train.feature_cache import FeatureCache

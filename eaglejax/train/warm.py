@@ -19,15 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import Weights, init_eagle
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.model import Weights, init_eagle
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.mlp import activation
 from eaglejax.nn.rope import frequencies
 from eaglejax.quant.online import plain
-from eaglejax.quant.rotate import norm_weight
+from eaglejax.rotation.rotate import norm_weight
 
 _FAST_PAIRS = 3
 """Rotary pairs by which a self-attending head finds its own position: the fastest ones."""

@@ -24,11 +24,12 @@ import numpy as np
 
 import eaglejax as ej
 from eaglejax.api import encode_prompt
-from eaglejax.checkpoint.eagle import load_draft
-from eaglejax.cli import near_ties, show
+from eaglejax.cli import show
 from eaglejax.cli.run import run_command
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.eagle_tree import DynamicTree
+from eaglejax.drafts.eagle.files.load import load_draft
+from eaglejax.drafts.grow import DynamicTree
+from eaglejax.measure import near_ties
 from eaglejax.models.target import Target
 from eaglejax.train.features import fingerprint
 from eaglejax.train.samples import Sample

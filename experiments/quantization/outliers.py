@@ -34,8 +34,8 @@ from eaglejax.cli.run import run_command
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
-from eaglejax.quant.basis import Basis
-from eaglejax.quant.rotate import rotate_target
+from eaglejax.rotation.basis import Basis
+from eaglejax.rotation.rotate import rotate_target
 from eaglejax.train.features import target_features
 from eaglejax.train.packing import assemble
 from eaglejax.train.samples import Sample

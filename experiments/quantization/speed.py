@@ -20,11 +20,12 @@ from typing import Any
 
 import eaglejax as ej
 from eaglejax.api import encode_prompt
-from eaglejax.checkpoint.eagle import load_draft
-from eaglejax.cli import show, timing
+from eaglejax.cli import show
 from eaglejax.cli.run import run_command
-from eaglejax.drafts.eagle_tree import DynamicTree
+from eaglejax.drafts.eagle.files.load import load_draft
+from eaglejax.drafts.grow import DynamicTree
 from eaglejax.errors import ConfigError, EaglejaxError
+from eaglejax.measure import timing
 from eaglejax.models.target import Target
 from eaglejax.speculate import metrics
 from eaglejax.speculate.generate import ROUNDS_A_CHUNK

@@ -14,7 +14,7 @@ from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.kv_format import KVFormat
 from eaglejax.quant import Statistics
-from eaglejax.quant.rotate import Rotation, rotate_target
+from eaglejax.rotation.rotate import Rotation, rotate_target
 from experiments.quantization import perplexity
 
 SEED = 0

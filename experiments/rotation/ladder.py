@@ -24,19 +24,19 @@ import numpy as np
 
 import eaglejax as ej
 from eaglejax.api import encode_prompt
-from eaglejax.checkpoint.eagle import bind, draft_folder, read_weights
-from eaglejax.checkpoint.eagle_read import read_draft
 from eaglejax.cli import show
 from eaglejax.config import BadRow, read_prompts
+from eaglejax.drafts.align import align_params
 from eaglejax.drafts.autoregressive import Autoregressive
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import EagleParams
-from eaglejax.drafts.features import FeatureAdapter
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.features import FeatureAdapter
+from eaglejax.drafts.eagle.files.load import bind, draft_folder, read_weights
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.model import EagleParams
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.models.target import Target
-from eaglejax.quant.align import align_params
-from eaglejax.quant.basis import Basis
-from eaglejax.quant.rotate import Rotation, rotate_target
+from eaglejax.rotation.basis import Basis
+from eaglejax.rotation.rotate import Rotation, rotate_target
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
 from eaglejax.speculate.metrics import Stats, total
 from experiments import record

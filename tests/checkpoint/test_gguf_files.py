@@ -15,10 +15,10 @@ import pytest
 import transformers
 from gguf import GGMLQuantizationType as Kind
 
-from eaglejax.checkpoint import gguf as gguf_models
 from eaglejax.checkpoint.files import cache_dir
-from eaglejax.checkpoint.gguf import load_gguf
-from eaglejax.checkpoint.gguf_reader import GGUFFile
+from eaglejax.checkpoint.gguf import load as gguf_models
+from eaglejax.checkpoint.gguf.load import load_gguf
+from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.errors import CheckpointError, EaglejaxError
 from eaglejax.nn import rope
 

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 import transformers
 
-from eaglejax.checkpoint.gguf_reader import GGUFFile
-from eaglejax.checkpoint.gguf_tokenizer import SPLITS, tokenizer_from_metadata
+from eaglejax.checkpoint.gguf.reader import GGUFFile
+from eaglejax.checkpoint.gguf.tokenizer import SPLITS, tokenizer_from_metadata
 from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from eaglejax.errors import CheckpointError, RequestError
 

@@ -7,8 +7,9 @@ import pytest
 from tiny_model import PRINTABLE, write_model
 
 import eaglejax as ej
-from eaglejax.cli import demo, near_ties, timing
+from eaglejax.cli import demo
 from eaglejax.devices import machine
+from eaglejax.measure import near_ties, timing
 
 STATS = {
     "num_drafts",

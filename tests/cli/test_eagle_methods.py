@@ -8,9 +8,9 @@ from tiny_draft import EAGLE3, write_eagle
 
 import eaglejax as ej
 from eaglejax.checkpoint import demo as demo_files
-from eaglejax.checkpoint.draft_model import is_eagle
 from eaglejax.cli import methods, trees
 from eaglejax.config import SpeculativeConfig, parse_speculative_config
+from eaglejax.drafts.draft_model.load import is_eagle
 from eaglejax.errors import CheckpointError, ConfigError, MismatchError
 
 F32 = ["--dtype", "float32", "--max-new-tokens", 8]

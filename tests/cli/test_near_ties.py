@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import eaglejax as ej
-from eaglejax.cli import near_ties
 from eaglejax.cli.doctor import tiny_config
+from eaglejax.measure import near_ties
 from eaglejax.models import decoder
 
 BEST = np.array([5.0, 4.0, 3.0, 6.0], np.float32)

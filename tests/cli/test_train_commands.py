@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from eaglejax.checkpoint.eagle_read import read_draft
 from eaglejax.checkpoint.files import only_writer
 from eaglejax.cli.main import main
+from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.train.trainer import Trainer
 
 PROMPTS = [

@@ -9,7 +9,7 @@ import pytest
 
 from eaglejax import devices, pytree
 from eaglejax.devices import Attention, adapter, chips, gpu, memory
-from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from eaglejax import devices
-from eaglejax.checkpoint.eagle import bind
 from eaglejax.devices import Attention
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle import Eagle
-from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files.load import bind
+from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.ngram import NGram
 from eaglejax.drafts.tree import from_choices
 from eaglejax.errors import ConfigError

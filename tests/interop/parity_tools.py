@@ -13,9 +13,9 @@ import numpy as np
 from tiny_draft import EAGLE3
 from tiny_model import write_model
 
-from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.cli.main import main
-from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.model import init_eagle
 from eaglejax.interop.bundle import Bundle
 
 TREE3 = '{"method": "eagle3", "tree_depth": 3, "tree_branching": 2, "tree_nodes": 6}'

@@ -15,7 +15,7 @@ import torch
 from parity_tools import PROMPTS, ROUNDS, TOKENS, recorded
 
 import eaglejax as ej
-from eaglejax.drafts.eagle_tree import DynamicTree
+from eaglejax.drafts.grow import DynamicTree
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.interop.blob import Blob, write_blob
 from eaglejax.interop.bundle import Bundle, StageWriter, write_manifest

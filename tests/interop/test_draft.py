@@ -20,7 +20,7 @@ import torch_cases as cases
 from eaglejax import sampling
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.eagle_tree import DynamicTree
+from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.tree import chain, from_choices
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.interop import export, growth
@@ -271,7 +271,7 @@ def test_drafts_that_have_no_counterpart_are_refused():
 
 
 def test_the_adapters_of_a_rotated_target_turn_features():
-    from eaglejax.drafts.features import FeatureAdapter
+    from eaglejax.drafts.eagle.features import FeatureAdapter
 
     target, draft = pair(1)
     rng = np.random.default_rng(5)
@@ -281,7 +281,7 @@ def test_the_adapters_of_a_rotated_target_turn_features():
     params = dataclasses.replace(draft.params, adapter=FeatureAdapter((turn,), turn))
     exported = export.export_draft(Bound(draft.proposer, params))
     assert torch.allclose(exported.draft.target_maps[0], torch.tensor(np.asarray(turn)))
-    from eaglejax.drafts import eagle_model
+    from eaglejax.drafts.eagle import model as eagle_model
     from eaglejax.interop import eagle
 
     features = rng.normal(size=(2, 3, 1, 16)).astype(np.float32)
@@ -359,8 +359,8 @@ def test_without_torch_there_is_a_clear_error_and_names_still_work(tmp_path):
 @pytest.mark.slow
 def test_the_demo_model_and_its_shipped_draft_in_torch():
     from eaglejax.api import generate
-    from eaglejax.checkpoint.eagle import load_draft
     from eaglejax.checkpoint.target import load_target
+    from eaglejax.drafts.eagle.files.load import load_draft
 
     target = load_target("demo", dtype="float32")
     draft = load_draft("demo", target)

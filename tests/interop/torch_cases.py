@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax import pytree
-from eaglejax.checkpoint.eagle import bind
-from eaglejax.drafts import eagle_model
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.eagle import Eagle
-from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files.load import bind
+from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target

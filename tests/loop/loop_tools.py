@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.drafts.autoregressive import Autoregressive
-from eaglejax.drafts.draft_model import DraftModel
+from eaglejax.drafts.draft_model.proposer import DraftModel
 from eaglejax.drafts.ngram import NGram
 from eaglejax.drafts.prediction import Prediction
 from eaglejax.drafts.scripted import Scripted

@@ -13,7 +13,7 @@ from loop_tools import CAPACITY, VOCAB, full_forward, lively, pad, prompts, tiny
 
 from eaglejax import sampling
 from eaglejax.drafts.base import Draft, Observation
-from eaglejax.drafts.draft_model import DraftModel
+from eaglejax.drafts.draft_model.proposer import DraftModel
 from eaglejax.errors import ConfigError
 from eaglejax.sampling import RowSampling, Sampling
 

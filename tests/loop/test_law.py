@@ -15,7 +15,7 @@ from scipy import stats
 
 from eaglejax import sampling
 from eaglejax.drafts.autoregressive import Autoregressive
-from eaglejax.drafts.draft_model import DraftModel
+from eaglejax.drafts.draft_model.proposer import DraftModel
 from eaglejax.drafts.ngram import NGram
 from eaglejax.drafts.scripted import Scripted, ScriptedLaw
 from eaglejax.drafts.tree import chain, from_choices

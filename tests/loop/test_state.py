@@ -25,7 +25,7 @@ from loop_tools import (
 )
 
 from eaglejax import sampling
-from eaglejax.drafts.draft_model import DraftModelState
+from eaglejax.drafts.draft_model.proposer import DraftModelState
 from eaglejax.drafts.prediction import PredictionState
 from eaglejax.speculate import round
 

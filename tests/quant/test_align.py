@@ -13,20 +13,21 @@ import pytest
 from eagle_cases import make
 from eagle_loop import draft_config, make_target, target_config
 
-from eaglejax.checkpoint.eagle import bind, load_draft
-from eaglejax.checkpoint.eagle_read import read_draft
-from eaglejax.checkpoint.eagle_write import tensors_of_file, tensors_of_weights, write_draft
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle_model import EagleParams
-from eaglejax.drafts.eagle_unroll import unroll
+from eaglejax.checkpoint.basis_file import find_basis, write_basis
+from eaglejax.drafts import align
+from eaglejax.drafts.align_file import align_file, write_aligned
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.files.load import bind, load_draft
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.write import tensors_of_file, tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.model import EagleParams
+from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.errors import CheckpointError, ConfigError, MismatchError
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
-from eaglejax.quant import align
-from eaglejax.quant.align_file import align_file, write_aligned
-from eaglejax.quant.basis import Basis, find_basis, write_basis
-from eaglejax.quant.recover import recover_basis, recover_rotation
-from eaglejax.quant.rotate import Rotation, rotate_target
+from eaglejax.rotation.basis import Basis
+from eaglejax.rotation.recover import recover_basis, recover_rotation
+from eaglejax.rotation.rotate import Rotation, rotate_target
 
 H, V = 16, 24
 TOKENS = np.random.default_rng(1).integers(0, V, (2, 9)).astype(np.int32)

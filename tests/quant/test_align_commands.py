@@ -16,13 +16,13 @@ from tiny_draft import EAGLE3
 from tiny_model import HIDDEN, VOCAB, write_model
 
 import eaglejax as ej
-from eaglejax.checkpoint.eagle_read import read_draft
-from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
-from eaglejax.checkpoint.quant_write import write_quantized
-from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.checkpoint.basis_file import write_basis
+from eaglejax.checkpoint.quantized.write import write_quantized
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.model import init_eagle
 from eaglejax.errors import MismatchError
-from eaglejax.quant.basis import write_basis
-from eaglejax.quant.rotate import Rotation, rotate_target
+from eaglejax.rotation.rotate import Rotation, rotate_target
 
 
 @pytest.fixture(scope="module")

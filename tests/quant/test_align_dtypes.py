@@ -6,10 +6,10 @@ import pytest
 from eagle_cases import make
 from eagle_loop import draft_config, make_target, target_config
 
-from eaglejax.checkpoint.eagle_read import read_draft
-from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
-from eaglejax.quant.align_file import align_file, write_aligned
-from eaglejax.quant.rotate import Rotation, rotate_target
+from eaglejax.drafts.align_file import align_file, write_aligned
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
+from eaglejax.rotation.rotate import Rotation, rotate_target
 
 MIXTURE = {"num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 10}
 

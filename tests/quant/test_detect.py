@@ -11,14 +11,15 @@ from eagle_cases import make
 from eagle_loop import draft_config, make_target, target_config
 
 import eaglejax as ej
-from eaglejax.checkpoint.eagle import bind, load_draft
-from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.detect import check_basis
+from eaglejax.drafts.eagle.files.load import bind, load_draft
+from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import MismatchError
-from eaglejax.quant.detect import check_basis, compare_tables
-from eaglejax.quant.rotate import Rotation, rotate_target
+from eaglejax.rotation.rotate import Rotation, rotate_target
+from eaglejax.rotation.tables import compare_tables
 
 H, V = 16, 24
 ORIGINAL = make_target(target_config(), seed=6)

@@ -14,16 +14,16 @@ import pytest
 import tiny_pair
 from tiny_model import TEMPLATE, byte_tokenizer
 
-from eaglejax.checkpoint.eagle_read import read_draft
-from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
 from eaglejax.checkpoint.tokenizer import load_tokenizer
+from eaglejax.drafts.align_file import align_file, write_aligned
 from eaglejax.drafts.autoregressive import Autoregressive
-from eaglejax.quant import diagnose as tests
-from eaglejax.quant.align_file import align_file, write_aligned
-from eaglejax.quant.basis import UNKNOWN_ROTATION, Basis
-from eaglejax.quant.diagnose import Pair, diagnose
-from eaglejax.quant.measure import Acceptance, Texts
-from eaglejax.quant.rotate import Rotation, rotate_target
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
+from eaglejax.measure import diagnose as tests
+from eaglejax.measure.diagnose import Pair, diagnose
+from eaglejax.measure.quality import Acceptance, Texts
+from eaglejax.rotation.basis import UNKNOWN_ROTATION, Basis
+from eaglejax.rotation.rotate import Rotation, rotate_target
 
 H, V = 16, 24
 

@@ -29,10 +29,10 @@ from loop_tools import (
 
 from eaglejax import sampling
 from eaglejax.devices import Attention
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.draft_model import DraftModel
-from eaglejax.drafts.eagle import Eagle
-from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.drafts.draft_model.proposer import DraftModel
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder

@@ -11,11 +11,11 @@ import functools
 import pytest
 import tiny_pair
 
-from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import RequestError
-from eaglejax.quant.measure import Features, acceptance, guesses
-from eaglejax.quant.rotate import Rotation, rotate_target
+from eaglejax.measure.quality import Features, acceptance, guesses
+from eaglejax.rotation.rotate import Rotation, rotate_target
 from experiments.rotation.ladder import RUNGS, rung
 
 H, LENGTH = 16, 3

@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from tiny_model import write_model
 
-from eaglejax.checkpoint import gguf as gguf_models
+from eaglejax.checkpoint.gguf import load as gguf_models
 from eaglejax.checkpoint.target import load_target
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.quant import DEFAULT_EXCLUDE, Plan, QuantArray, get_scheme, quantize_target

@@ -9,9 +9,9 @@ import pytest
 from tiny_model import write_model
 
 from eaglejax.api import generate
-from eaglejax.checkpoint.draft_model import load_draft_model
-from eaglejax.checkpoint.quant_write import write_quantized
+from eaglejax.checkpoint.quantized.write import write_quantized
 from eaglejax.checkpoint.target import load_target
+from eaglejax.drafts.draft_model.load import load_draft_model
 from eaglejax.quant import QuantArray, quantize_target
 
 PROMPT = [[40, 41, 42, 43, 44]]

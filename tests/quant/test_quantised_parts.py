@@ -12,16 +12,16 @@ from test_start import SAMPLES, settings_with
 from tiny_model import write_model
 
 import eaglejax as ej
-from eaglejax.checkpoint.eagle import head_matrix, load_draft
-from eaglejax.checkpoint.eagle_read import read_draft
-from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.files.load import head_matrix, load_draft
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import embedding, linear
 from eaglejax.quant import Plan, get_scheme, quantize_target
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.online import HadamardInput, plain
 from eaglejax.quant.quantize import quantize_array
-from eaglejax.quant.rotate import rotate_target
+from eaglejax.rotation.rotate import rotate_target
 from eaglejax.train import warm
 from eaglejax.train.features import with_features
 from eaglejax.train.objectives import Objective, objective_loss, trained_rows

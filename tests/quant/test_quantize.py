@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from loop_tools import full_forward, lively, tiny_config, tiny_target
 
-from eaglejax.checkpoint.eagle import bind
-from eaglejax.checkpoint.tables import leaf_paths, unflatten
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files.load import bind
+from eaglejax.drafts.eagle.model import init_eagle
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import linear
+from eaglejax.pytree import leaf_paths, unflatten
 from eaglejax.quant import (
     InputRange,
     Plan,
@@ -33,9 +33,9 @@ from eaglejax.quant import (
     quantize_target,
 )
 from eaglejax.quant.calibrate import weight_paths
-from eaglejax.quant.rotate import rotate_target
 from eaglejax.quant.schemes import DEFAULT_EXCLUDE
 from eaglejax.quant.smooth import plan_smoothing
+from eaglejax.rotation.rotate import rotate_target
 
 TOKENS = np.random.default_rng(7).integers(0, 32, (1, 20))
 W8A8, W4A8, W8A16 = get_scheme("w8a8"), get_scheme("w4a8"), get_scheme("w8a16")

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eaglejax.checkpoint.basis_file import read_basis, write_basis
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
-from eaglejax.quant.basis import read_basis, write_basis
 from eaglejax.quant.online import HadamardInput
-from eaglejax.quant.rotate import Rotation, product, rotate_target
+from eaglejax.rotation.rotate import Rotation, product, rotate_target
 
 H = 32
 TOKENS = np.random.default_rng(3).integers(1, 48, (2, 10)).astype(np.int32)

@@ -14,15 +14,15 @@ import numpy as np
 import optax
 from eagle_loop import CONTEXT, draft_config, target_config
 
-from eaglejax.checkpoint.eagle import bind
-from eaglejax.drafts import eagle_model
 from eaglejax.drafts.autoregressive import Autoregressive
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import EagleParams, init_eagle
-from eaglejax.drafts.eagle_unroll import unroll
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files.load import bind
+from eaglejax.drafts.eagle.model import EagleParams, init_eagle
+from eaglejax.drafts.eagle.unroll import unroll
+from eaglejax.measure.quality import Texts
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
-from eaglejax.quant.measure import Texts
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
 

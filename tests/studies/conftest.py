@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tiny_model import HEAD_DIM, HEADS, HIDDEN, VOCAB, write_model
 
-from eaglejax.checkpoint.eagle_write import tensors_of_weights, write_draft
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.model import init_eagle
 
 DRAFT = EagleConfig(
     version=3,

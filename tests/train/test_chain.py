@@ -7,9 +7,9 @@ import pytest
 from tiny_model import VOCAB
 from train_tools import EXPERTS, draft_config, packed
 
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle_model import EagleParams, init_eagle
-from eaglejax.drafts.eagle_unroll import unroll
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.model import EagleParams, init_eagle
+from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.nn.cache import advance
 from eaglejax.train.batch import shift
 

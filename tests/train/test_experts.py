@@ -10,11 +10,11 @@ import pytest
 from tiny_model import HEADS
 from train_tools import EXPERTS, draft_config, leaves_equal, packed
 
-from eaglejax.checkpoint.eagle import load_draft, read_weights
-from eaglejax.checkpoint.eagle_read import read_draft
-from eaglejax.checkpoint.eagle_write import FORMS, tensors_of_weights, write_draft
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle_model import EagleParams, init_eagle
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.files.load import load_draft, read_weights
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.write import FORMS, tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.model import EagleParams, init_eagle
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.train import warm
 from eaglejax.train.losses import balance

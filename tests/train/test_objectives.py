@@ -11,9 +11,9 @@ import pytest
 from tiny_model import HIDDEN, VOCAB
 from train_tools import draft_config, packed
 
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle_model import EagleParams, init_eagle
-from eaglejax.drafts.eagle_unroll import unroll
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.model import EagleParams, init_eagle
+from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.errors import ConfigError
 from eaglejax.train import objectives
 from eaglejax.train.batch import Batch, row_mask, shift

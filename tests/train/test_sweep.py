@@ -10,7 +10,7 @@ import pytest
 from train_tools import EXPERTS, draft_config
 
 from eaglejax.cli.sweep import _Session
-from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.drafts.eagle.model import init_eagle
 from eaglejax.errors import ConfigError
 from eaglejax.train import prepare
 from eaglejax.train.cost import draft_cost

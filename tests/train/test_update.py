@@ -11,8 +11,8 @@ import pytest
 from tiny_model import VOCAB
 from train_tools import draft_config, packed
 
-from eaglejax.drafts.eagle_model import EagleParams, init_eagle
-from eaglejax.drafts.eagle_unroll import step_attention
+from eaglejax.drafts.eagle.model import EagleParams, init_eagle
+from eaglejax.drafts.eagle.unroll import step_attention
 from eaglejax.errors import ConfigError
 from eaglejax.train import state as module
 from eaglejax.train import trainer

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from tiny_model import HEAD_DIM, HEADS, HIDDEN, VOCAB, write_model
 
-from eaglejax.drafts.eagle_config import EagleConfig
+from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.train.batch import Batch
 
 TEMPLATE = (

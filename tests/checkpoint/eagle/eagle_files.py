@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from eaglejax.checkpoint.eagle_read import DraftFile, read_draft
-from eaglejax.checkpoint.eagle_write import tensors_of_file, write_draft
+from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
+from eaglejax.drafts.eagle.files.write import tensors_of_file, write_draft
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target, random_target
 from eaglejax.nn.rope import RopeConfig

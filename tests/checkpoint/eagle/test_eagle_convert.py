@@ -29,17 +29,13 @@ from eagle_files import (
     speculators_config,
 )
 
-from eaglejax.checkpoint.eagle import read_weights
-from eaglejax.checkpoint.eagle_configs import rope_to_hf
-from eaglejax.checkpoint.eagle_read import read_draft
-from eaglejax.checkpoint.eagle_write import (
-    FORMS,
-    tensors_of_weights,
-    write_draft,
-)
 from eaglejax.cli.convert import Convert
 from eaglejax.cli.inspect import Inspect, describe
-from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.drafts.eagle.files.dialects import rope_to_hf
+from eaglejax.drafts.eagle.files.load import read_weights
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.write import FORMS, tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.model import init_eagle
 from eaglejax.errors import ConfigError
 from eaglejax.nn.rope import RopeConfig, from_hf
 

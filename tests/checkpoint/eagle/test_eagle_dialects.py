@@ -31,12 +31,12 @@ from eagle_files import (
     speculators_config,
 )
 
-from eaglejax.checkpoint.eagle import bind, draft_plan, load_draft, read_weights
-from eaglejax.checkpoint.eagle_names import plain_name
-from eaglejax.checkpoint.eagle_read import read_draft
 from eaglejax.cli.inspect import describe
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle_unroll import unroll
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.files.load import bind, draft_plan, load_draft, read_weights
+from eaglejax.drafts.eagle.files.names import plain_name
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import CheckpointError, ConfigError, MismatchError
 from eaglejax.models.target import random_target

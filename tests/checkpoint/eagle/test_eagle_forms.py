@@ -16,14 +16,14 @@ import pytest
 from eagle_files import FLAT, VD, H, V, convert, make, maps, save, small_target
 from hypothesis import strategies as st
 
-from eaglejax.checkpoint.eagle import bind, read_weights
-from eaglejax.checkpoint.eagle_read import read_draft
-from eaglejax.checkpoint.eagle_write import FORMS, tensors_of_weights, write_draft
 from eaglejax.checkpoint.safetensors_io import Pending
 from eaglejax.cli.inspect import describe
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import init_eagle
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files.load import bind, read_weights
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.write import FORMS, tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.model import init_eagle
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.nn.rope import RopeConfig
 

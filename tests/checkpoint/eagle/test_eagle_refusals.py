@@ -21,9 +21,9 @@ from eagle_files import (
     small_target,
 )
 
-from eaglejax.checkpoint.eagle import load_draft
-from eaglejax.checkpoint.eagle_read import read_draft
-from eaglejax.drafts.eagle import Eagle
+from eaglejax.drafts.eagle.files.load import load_draft
+from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
 

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from eaglejax.checkpoint.quant_parts import with_offset_sums
-from eaglejax.checkpoint.tables import leaf_paths, unflatten
+from eaglejax.checkpoint.quantized.parts import with_offset_sums
 from eaglejax.models.config import from_hf
 from eaglejax.models.decoder import param_table
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
+from eaglejax.pytree import leaf_paths, unflatten
 from eaglejax.quant.array import QuantArray
-from eaglejax.quant.basis import Basis
 from eaglejax.quant.online import HadamardInput
+from eaglejax.rotation.basis import Basis
 from kernels_pallas.quant_matmul import pack_int4
 
 COMMON = {

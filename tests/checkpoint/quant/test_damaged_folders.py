@@ -9,8 +9,8 @@ import packed_targets as tiny
 import pytest
 
 from eaglejax.checkpoint.hf import quantized_form
-from eaglejax.checkpoint.quant_read import load_quantized
-from eaglejax.checkpoint.quant_write import write_quantized
+from eaglejax.checkpoint.quantized.read import load_quantized
+from eaglejax.checkpoint.quantized.write import write_quantized
 from eaglejax.errors import CheckpointError
 
 Q = "model.layers.0.self_attn.q_proj."
@@ -284,7 +284,7 @@ def weight(path, **settings):
 
 def hashed(pattern):
     """The hashes of the files that match, and of no others."""
-    from eaglejax.checkpoint.quant_own import file_hash
+    from eaglejax.checkpoint.quantized.own import file_hash
 
     return lambda folder: marker(files={path.name: file_hash(path) for path in folder.glob(pattern)})(folder)
 
@@ -371,7 +371,7 @@ def test_a_damaged_folder_is_refused_by_name(form, case, folder):
 
 
 def test_a_rotation_of_another_size(folder):
-    from eaglejax.quant.basis import write_basis
+    from eaglejax.checkpoint.basis_file import write_basis
 
     found = folder("modelslim", "w8a8")
     write_basis(found, tiny.rotation(16))

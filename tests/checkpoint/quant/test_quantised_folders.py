@@ -12,15 +12,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from eaglejax.checkpoint.hf import load_folder, quantized_form
-from eaglejax.checkpoint.quant_compressed import pack_words, unpack_words
-from eaglejax.checkpoint.quant_modelslim import pack_channels, unpack_channels
-from eaglejax.checkpoint.quant_read import load_quantized
-from eaglejax.checkpoint.quant_summary import summary
-from eaglejax.checkpoint.quant_write import write_quantized
+from eaglejax.checkpoint.quantized.compressed import pack_words, unpack_words
+from eaglejax.checkpoint.quantized.modelslim import pack_channels, unpack_channels
+from eaglejax.checkpoint.quantized.read import load_quantized
+from eaglejax.checkpoint.quantized.summary import summary
+from eaglejax.checkpoint.quantized.write import write_quantized
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.nn.kv_format import KVFormat, kv_format
 from eaglejax.nn.linear import embedding
-from eaglejax.quant.basis import UNKNOWN_ROTATION
+from eaglejax.rotation.basis import UNKNOWN_ROTATION
 
 FORMS = ("eaglejax", "modelslim", "compressed-tensors")
 
@@ -451,7 +451,7 @@ class TestWriting:
         def full(*args):
             raise OSError("no space left")
 
-        monkeypatch.setattr("eaglejax.checkpoint.quant_write.write_shards", full)
+        monkeypatch.setattr("eaglejax.checkpoint.quantized.write.write_shards", full)
         with pytest.raises(OSError, match="no space"):
             write(target, tmp_path / "out", "eaglejax")
         assert not list(tmp_path.iterdir())

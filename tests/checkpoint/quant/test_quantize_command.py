@@ -10,12 +10,12 @@ import pytest
 from tiny_model import write_model
 
 import eaglejax as ej
-from eaglejax.checkpoint.draft_model import is_eagle
-from eaglejax.checkpoint.quant_write import source_config, write_quantized
+from eaglejax.checkpoint.basis_file import write_basis
+from eaglejax.checkpoint.quantized.write import source_config, write_quantized
 from eaglejax.checkpoint.sources import Source
+from eaglejax.drafts.draft_model.load import is_eagle
 from eaglejax.errors import ConfigError
 from eaglejax.quant.array import QuantArray
-from eaglejax.quant.basis import write_basis
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_an_excluded_weight_stays_as_it_is_behind_an_online_turn(model, run, tmp
 
 
 def test_a_target_of_a_gguf_file_takes_its_tokenizer_along(model, tmp_path, monkeypatch):
-    from eaglejax.checkpoint import quant_write
+    from eaglejax.checkpoint.quantized import write as quant_write
 
     loaded = ej.load_target(model, dtype="float32", quant="w8a8")
     target = dataclasses.replace(loaded, source=Source("x.gguf", "gguf", tmp_path / "x.gguf"))

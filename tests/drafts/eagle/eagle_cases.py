@@ -10,8 +10,8 @@ import numpy as np
 
 from eaglejax import pytree, sampling
 from eaglejax.drafts.base import Observation
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import EagleParams, param_table
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.model import EagleParams, param_table
 from eaglejax.nn.rope import RopeConfig
 
 EAGLE3 = EagleConfig(

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.eagle import bind
-from eaglejax.drafts.eagle_config import EagleConfig
-from eaglejax.drafts.eagle_model import EagleParams
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files.load import bind
+from eaglejax.drafts.eagle.model import EagleParams
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target

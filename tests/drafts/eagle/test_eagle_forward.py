@@ -22,10 +22,10 @@ from eagle_cases import (
     observation,
 )
 
-from eaglejax.drafts import eagle_model
-from eaglejax.drafts.eagle import Eagle
-from eaglejax.drafts.eagle_unroll import unroll
-from eaglejax.drafts.features import FeatureAdapter
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.features import FeatureAdapter
+from eaglejax.drafts.eagle.proposer import Eagle
+from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.drafts.tree import chain
 
 

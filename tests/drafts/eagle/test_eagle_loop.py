@@ -25,9 +25,9 @@ from eagle_loop import (
 
 from eaglejax import sampling
 from eaglejax.drafts.autoregressive import Autoregressive
-from eaglejax.drafts.eagle import Eagle
-from eaglejax.drafts.eagle_model import EagleParams
-from eaglejax.drafts.eagle_tree import DynamicTree
+from eaglejax.drafts.eagle.model import EagleParams
+from eaglejax.drafts.eagle.proposer import Eagle
+from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.tree import chain, from_choices
 from eaglejax.models import decoder
 from eaglejax.models.target import Target

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from eagle_cases import CONFIGS, features_of, greedy_rows, make, numpy_weights, observation
 
-from eaglejax.drafts.eagle import Eagle
-from eaglejax.drafts.eagle_tree import DynamicTree
+from eaglejax.drafts.eagle.proposer import Eagle
+from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.tree import ancestors
 from eaglejax.speculate.verify import verify
 

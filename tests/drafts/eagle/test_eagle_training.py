@@ -12,7 +12,7 @@ from eagle_cases import EAGLE1, EAGLE3, make
 from eagle_loop import last_token_pair, own_layer_pair
 
 from eaglejax import pytree
-from eaglejax.drafts import eagle_model
+from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.train.batch import shift
 from eaglejax.train.features import with_features
 from eaglejax.train.objectives import Head, Objective, objective_loss, trained_rows

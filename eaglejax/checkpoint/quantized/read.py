@@ -1,0 +1,220 @@
+"""Reading a folder of quantised weights, in whichever layout, into parameters with ``QuantArray`` leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from eaglejax.checkpoint.basis_file import find_basis, read_basis
+from eaglejax.checkpoint.files import progress, read_json
+from eaglejax.checkpoint.hf import (
+    DESCRIPTION,
+    IGNORABLE,
+    IGNORABLE_OF,
+    RULES,
+    STEM,
+    NormalizedStore,
+    QuantizedForm,
+    open_weights,
+    plain_name,
+    quantized_form,
+    settle_tying,
+)
+from eaglejax.checkpoint.quantized import compressed as quant_compressed
+from eaglejax.checkpoint.quantized import modelslim as quant_modelslim
+from eaglejax.checkpoint.quantized import modelslim_read
+from eaglejax.checkpoint.quantized import own as quant_own
+from eaglejax.checkpoint.quantized.parts import Encoded, QuantizedStore, from_parts, require
+from eaglejax.checkpoint.safetensors_io import SafetensorsFile
+from eaglejax.checkpoint.tables import Assignment, candidates, materialize, plan
+from eaglejax.models.config import ModelConfig, from_hf
+from eaglejax.models.decoder import param_table
+from eaglejax.nn.cache import CacheScales
+from eaglejax.nn.kv_format import KVFormat
+from eaglejax.pytree import leaf_paths, unflatten
+from eaglejax.rotation.basis import UNKNOWN_ROTATION, Basis
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedFolder:
+    """What a folder of quantised weights holds; the fields of ``Target`` of these names.
+
+    ``cache_scales`` come with the format int8-static.
+    """
+
+    config: ModelConfig
+    params: Any
+    quantization: str
+    basis: str | None
+    rotation: Basis | None
+    cache_format: str | KVFormat | None
+    cache_scales: CacheScales | None
+
+    def told(self) -> dict[str, Any]:
+        """What a ``Target`` says beside its config and weights."""
+        names = ("quantization", "basis", "rotation", "cache_format", "cache_scales")
+        return {name: getattr(self, name) for name in names}
+
+
+def load_quantized(folder: Path, dtype: Any, *, context: int | None = None) -> QuantizedFolder:
+    """Read a folder that ``hf.quantized_form`` recognises; plain weights become ``dtype``.
+
+    Raises ``CheckpointError`` or ``ConfigError`` naming what is missing, contradictory or not read.
+    """
+    form = quantized_form(folder)
+    raw = read_json(folder / "config.json")
+    config = from_hf(raw, context=context)
+    if form == "eaglejax":
+        return _own(folder, raw, config, dtype)
+    where = str(folder)
+    store = NormalizedStore(open_quantized(folder, form), where)
+    ignorable = (*IGNORABLE, *IGNORABLE_OF.get(config.family, ()))
+    scales = None
+    hidden: tuple[str, ...] = ()
+    rotated = False
+    if form == "modelslim":
+        description = read_description(folder)
+        modelslim_read.check_complete(description, store, ignorable)
+        encoded = modelslim_read.find(description, store)
+        scales = modelslim_read.cache_scales(
+            description, store, config.num_layers, config.num_kv_heads, config.head_dim
+        )
+        hidden = description.cache_names
+        rotated = description.rotated
+    else:
+        encoded = quant_compressed.find(read_scheme(folder, raw), store, matrices_of(config), ignorable)
+    config, leaves = _leaves(config, store, encoded, hidden, dtype, where, ignorable)
+    path = find_basis(folder) if not rotated or description.exported else None
+    rotation = None if path is None else _rotation(path, config)
+    basis = rotation.id if rotation else UNKNOWN_ROTATION if rotated else None
+    return QuantizedFolder(
+        config=config,
+        params=unflatten(param_table(config, dtype), leaves),
+        quantization=label(e.kind for e in encoded.values()),
+        basis=basis,
+        rotation=rotation,
+        cache_format=None if scales is None else "int8-static",
+        cache_scales=scales,
+    )
+
+
+def open_quantized(folder: Path, form: QuantizedForm | None) -> SafetensorsFile:
+    """The weights of a folder in a layout."""
+    return open_weights(folder, quant_modelslim.STEM if form == "modelslim" else STEM)
+
+
+def read_description(folder: Path) -> modelslim_read.Description:
+    """The checked description of a modelslim folder."""
+    path = folder / DESCRIPTION
+    return modelslim_read.parse_description(read_json(path), str(path), plain_name)
+
+
+def read_scheme(folder: Path, raw: Mapping[str, Any]) -> quant_compressed.Scheme:
+    """The checked ``quantization_config`` of a compressed-tensors folder."""
+    text = raw.get("text_config") or {}
+    given = raw.get("quantization_config") or text.get("quantization_config")
+    assert isinstance(given, Mapping)
+    return quant_compressed.parse_config(given, str(folder / "config.json"), plain_name)
+
+
+def matrices_of(config: ModelConfig) -> list[str]:
+    """Modules of a model whose weight is a matrix that multiplies, in the names of ``*ForCausalLM``."""
+    untied = dataclasses.replace(config, tie_embeddings=False)
+    table = leaf_paths(param_table(untied))
+    return [
+        name.removesuffix(".weight")
+        for leaf, info in table.items()
+        for assignment in candidates(leaf, info, RULES[config.family])
+        if assignment.layout.transposed
+        for name in assignment.names
+    ]
+
+
+def label(kinds: Any) -> str:
+    """What ``Target.quantization`` says of matrices of these kinds: labels of their schemes, joined by +."""
+    labels = sorted({k.scheme if k.group is None else f"{k.scheme}-g{k.group}" for k in kinds})
+    return "+".join(labels) or "none"
+
+
+def _leaves(
+    config: ModelConfig,
+    files: NormalizedStore,
+    encoded: Mapping[str, Encoded],
+    hidden: tuple[str, ...],
+    dtype: Any,
+    where: str,
+    ignorable: tuple[str, ...],
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """(config, leaves by path) of a store whose quantised matrices are known."""
+    store = QuantizedStore(files, encoded, hidden)
+    config, tied = settle_tying(config, store, where)
+    table = param_table(config, dtype)
+    assignments = plan(table, RULES[config.family], store, where=where, ignorable=(*ignorable, *tied))
+    store.check_dtypes(name for assignment in assignments for name in assignment.names)
+    leaves = {}
+    with progress(f"loading {Path(where).name}", len(assignments)) as advance:
+        for assignment in assignments:
+            leaves[assignment.leaf] = _leaf(assignment, store, dtype, where)
+            advance()
+    return config, leaves
+
+
+def _leaf(assignment: Assignment, store: QuantizedStore, dtype: Any, where: str) -> Any:
+    packed = [name for name in assignment.names if name in store.encoded]
+    if not packed:
+        return jax.device_put(materialize(assignment, store), may_alias=True)
+    rest = [name for name in assignment.names if name not in store.encoded]
+    require(
+        not rest,
+        f"{where}: {assignment.leaf} is quantised in part: {packed[0]} is, {rest[:1]} is not; experts of a "
+        "layer are read when quantised alike",
+    )
+    return from_parts(
+        (store.encoded[name].decode() for name in assignment.names),
+        stacked=assignment.stacked,
+        transposed=not assignment.layout.transposed,
+        dtype=dtype,
+        where=f"{where}: {assignment.leaf}",
+    )
+
+
+def _own(folder: Path, raw: Mapping[str, Any], config: ModelConfig, dtype: Any) -> QuantizedFolder:
+    config, leaves, cache, scales, marker = quant_own.load(folder, raw, config, dtype)
+    stated, path = marker["basis"], find_basis(folder)
+    rotation = None if path is None else _rotation(path, config)
+    require(
+        stated == (rotation.id if rotation else None) or (stated == UNKNOWN_ROTATION and rotation is None),
+        f"{folder}: config.json says basis {stated!r}, but the folder "
+        + (f"holds {rotation.id}" if rotation else "holds no rotation (optional/quarot.safetensors)"),
+    )
+    return QuantizedFolder(
+        config=config,
+        params=unflatten(param_table(config, dtype), leaves),
+        quantization=marker["quantization"],
+        basis=stated,
+        rotation=rotation,
+        cache_format=cache,
+        cache_scales=scales,
+    )
+
+
+def exported_rotation(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """What a ``Target`` says of the rotation that lies in a folder of plain weights, {} where none does."""
+    path = find_basis(folder)
+    if path is None:
+        return {}
+    rotation = _rotation(path, config)
+    return {"basis": rotation.id, "rotation": rotation}
+
+
+def _rotation(path: Path, config: ModelConfig) -> Basis:
+    basis = read_basis(path)
+    require(
+        basis.size == config.hidden_size,
+        f"{path} holds a rotation of {basis.size} dimensions, the model has {config.hidden_size}",
+    )
+    return basis

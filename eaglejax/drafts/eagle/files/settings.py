@@ -1,0 +1,84 @@
+"""What eaglejax itself says of a draft in config.json, under the key ``eaglejax``.
+
+Other producers' forms leave settings to conventions or have no place for them. This block names them, so that
+every draft can be written and read back as it is. All entries are optional; a file of another form may carry
+some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.errors import ConfigError
+
+KEY = "eaglejax"
+HEADS = ("own", "target", "target_rows")
+"""Where the head is: in the file, the target's, or the target's at the draft's tokens."""
+
+Settings = Mapping[str, Any]
+
+
+def _boolean(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "head": (lambda v: v in HEADS, f"one of {', '.join(HEADS)}"),
+    "boundaries": (
+        lambda v: isinstance(v, list) and all(_whole(i, 0) for i in v),
+        "a list of hidden-state boundaries (0 = embedding)",
+    ),
+    "norm_before_residual": (_boolean, "true or false"),
+    "head_norm": (_boolean, "true or false"),
+    "feed_normed": (_boolean, "true or false"),
+    "embed_scale": (_positive, "a positive number"),
+    "softcap": (_positive, "a positive number"),
+    "experts_per_token": (lambda v: _whole(v, 1), "a positive integer"),
+    "basis": (lambda v: isinstance(v, str) and bool(v), "the id of a basis"),
+    "windows": (
+        lambda v: isinstance(v, list) and all(i is None or _whole(i, 1) for i in v),
+        "a list of positive integers and nulls",
+    ),
+}
+
+
+def write_settings(config: EagleConfig) -> dict[str, Any]:
+    """The block for ``config``; what is switched off is left out."""
+    head = "own" if config.own_head else "target_rows" if config.target_rows else "target"
+    flags = ("norm_before_residual", "head_norm", "feed_normed") if config.version == 3 else ()
+    values: dict[str, Any] = {
+        "boundaries": list(config.aux) or None,
+        **{name: getattr(config, name) for name in flags},
+        "embed_scale": config.embed_scale,
+        "softcap": config.softcap,
+        "basis": config.basis,
+        "experts_per_token": config.experts_per_token or None,
+        "windows": list(config.windows) if any(config.windows) else None,
+    }
+    return {"head": head} | {name: value for name, value in values.items() if value is not None}
+
+
+def read_settings(raw: Mapping[str, Any]) -> Settings:
+    """The block of a config.json, {} where there is none. Raises ConfigError that names a wrong entry."""
+    block = raw.get(KEY)
+    if block is None:
+        return {}
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"config.json: {KEY} is {block!r}; it must be an object")
+    for name, value in block.items():
+        if name not in _ENTRIES:
+            raise ConfigError(f"config.json: {KEY}.{name} is not known; known are {', '.join(_ENTRIES)}")
+        good, wanted = _ENTRIES[name]
+        if not good(value):
+            raise ConfigError(f"config.json: {KEY}.{name} is {value!r}; it must be {wanted}")
+    return block

@@ -1,0 +1,314 @@
+"""The EAGLE draft network: its table of weights and its pure forward.
+
+Weights are a nested dict; every matrix is [in, out]::
+
+    fc [F, H], fc_bias [H]              F = 2H ([embedding, feature], EAGLE-1) or A * Ht (joined target
+    features, EAGLE-3)
+    aux_norm [A * Ht] or [A, Ht]        EAGLE-3 with ``aux_norm`` "joined" or "each"
+    feature_map [Ht, H]                 an EAGLE-1 draft aligned to a rotated target (always f32)
+    layers[i]: input_norm [H]           not in EAGLE-1's first layer; in EAGLE-3's it is the embedding's norm
+               hidden_norm [H]          EAGLE-3's first layer alone: the feature's norm
+               q [I, Hq*d], k, v [I, Hkv*d], o [Hq*d, H]    I = 2H in EAGLE-3's first layer, else H; q_bias
+               ... q_norm, k_norm [d]; mlp_norm [H]; gate, up [H, Fm], down [Fm, H], or with experts
+               router [H, E] (always f32), experts {gate, up [E, H, Fe], down [E, Fe, H]}
+    norm [H]                            where a norm stands before the head
+    embed [V, H], head [H, Vd]          where the draft ships its own
+
+Two functions make a draft step: ``fuse`` turns what the target computed for a token into the draft's feature,
+``step`` runs the layers on (feature, next token) pairs. The state that ``step`` returns is the next step's
+feature (without ``fuse``) and what ``logits`` reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eaglejax import pytree
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.features import FeatureAdapter
+from eaglejax.nn import cache as kv
+from eaglejax.nn.attention import write_and_attend
+from eaglejax.nn.linear import PackedWeight, embedding, linear
+from eaglejax.nn.mlp import gated_mlp
+from eaglejax.nn.moe import moe_mlp, router_logits
+from eaglejax.nn.norm import rms_norm
+from eaglejax.nn.rope import rotate, rotation
+from eaglejax.pytree import ArrayInfo, constant
+
+Weights = dict[str, Any]
+
+Attention = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+"""(layer, q [B, N, Hq, d], k, v [B, N, Hkv, d]; q and k rotated) -> [B, N, Hq, d]: who sees whom is the
+caller's."""
+
+
+@pytree.dataclass
+class EagleParams:
+    """A draft's weights and what it borrows.
+
+    ``weights``: see the module's text. ``embed`` [V, H] and ``head`` ([H, V], or [V, H] when ``tied``) are
+    the target's arrays, by reference, where the draft has none of its own (else None). ``ids`` [Vd] int32:
+    target id of each draft id, strictly increasing; None when they are the same.
+    """
+
+    weights: Weights
+    embed: Any = None
+    head: Any = None
+    ids: jax.Array | None = None
+    adapter: FeatureAdapter = FeatureAdapter()
+    tied: bool = pytree.static(default=False)
+
+
+def param_table(config: EagleConfig, dtype: Any = jnp.float32) -> Weights:
+    """Shape, dtype, logical axes and initialiser of every weight of the draft's own."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+
+    def matrix(*shape: int, axes: tuple[str | None, ...]) -> ArrayInfo:
+        return ArrayInfo(shape, dtype, axes)
+
+    def norm(*shape: int) -> ArrayInfo:
+        return ArrayInfo(shape, dtype, (None,) * len(shape), constant(1.0))
+
+    def bias(size: int, axis: str | None) -> ArrayInfo:
+        return ArrayInfo((size,), dtype, (axis,), constant(0.0))
+
+    def mlp() -> Weights:
+        if config.moe is None:
+            width = config.intermediate_size
+            return {
+                "gate": matrix(hidden, width, axes=("embed", "mlp")),
+                "up": matrix(hidden, width, axes=("embed", "mlp")),
+                "down": matrix(width, hidden, axes=("mlp", "embed")),
+            }
+        e, width = config.num_experts, config.moe_intermediate_size
+        return {
+            # Two experts that score almost alike change places under rounding, whatever the rest is.
+            "router": ArrayInfo((hidden, e), jnp.float32, ("embed", None)),
+            "experts": {
+                "gate": matrix(e, hidden, width, axes=("experts", "embed", "mlp")),
+                "up": matrix(e, hidden, width, axes=("experts", "embed", "mlp")),
+                "down": matrix(e, width, hidden, axes=("experts", "mlp", "embed")),
+            },
+        }
+
+    def layer(index: int) -> Weights:
+        q, k = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        wide = 2 * hidden if config.version == 3 and index == 0 else hidden
+        table: Weights = {
+            "q": matrix(wide, q, axes=("embed", "heads")),
+            "k": matrix(wide, k, axes=("embed", "kv_heads")),
+            "v": matrix(wide, k, axes=("embed", "kv_heads")),
+            "o": matrix(q, hidden, axes=("heads", "embed")),
+            "mlp_norm": norm(hidden),
+            **mlp(),
+        }
+        if config.version == 3 or index > 0:
+            table["input_norm"] = norm(hidden)
+        if config.version == 3 and index == 0:
+            table["hidden_norm"] = norm(hidden)
+        if config.qkv_bias:
+            table |= {
+                "q_bias": bias(q, "heads"),
+                "k_bias": bias(k, "kv_heads"),
+                "v_bias": bias(k, "kv_heads"),
+            }
+        if config.o_bias:
+            table["o_bias"] = bias(hidden, None)
+        if config.qk_norm:
+            table |= {"q_norm": norm(head_dim), "k_norm": norm(head_dim)}
+        return table
+
+    table: Weights = {
+        "fc": matrix(config.fc_in, hidden, axes=(None, "embed")),
+        "layers": [layer(i) for i in range(config.num_layers)],
+    }
+    if config.fc_bias:
+        table["fc_bias"] = bias(hidden, None)
+    if config.aux_norm == "joined":
+        table["aux_norm"] = norm(config.fc_in)
+    if config.aux_norm == "each":
+        table["aux_norm"] = norm(config.num_aux, config.target_hidden_size)
+    if config.feature_map:
+        table["feature_map"] = ArrayInfo((config.target_hidden_size, hidden), jnp.float32, (None, "embed"))
+    if config.head_norm:
+        table["norm"] = norm(hidden)
+    if config.own_embedding:
+        table["embed"] = matrix(config.vocab_size, hidden, axes=("vocab", "embed"))
+    if config.own_head:
+        table["head"] = matrix(hidden, config.draft_vocab_size, axes=("embed", "vocab"))
+    return table
+
+
+def init_eagle(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> Weights:
+    """Random weights of a new draft in the layout of ``param_table``."""
+    return pytree.initialize(param_table(config, dtype), key)
+
+
+def cast(weights: Weights, config: EagleConfig, dtype: Any) -> Weights:
+    """The weights, or some of them, each in what ``param_table`` of ``dtype`` holds it in."""
+    infos, _ = jax.tree_util.tree_flatten_with_path(param_table(config, dtype), is_leaf=pytree.is_info)
+    held_in = {path: info.dtype for path, info in infos}
+    return jax.tree_util.tree_map_with_path(lambda path, w: w.astype(held_in[path]), weights)
+
+
+def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> kv.KVCache:
+    """An empty key/value cache of the draft's own layers, in a format that needs no calibration."""
+    return kv.init_cache(
+        layers=config.num_layers,
+        batch=batch,
+        capacity=capacity,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        format=format,
+        centred=True,
+    )
+
+
+def fuse(params: EagleParams, config: EagleConfig, features: jax.Array) -> jax.Array:
+    """The draft's feature [B, M, H] of committed tokens from the target's ``features`` [B, M, A, Ht].
+
+    EAGLE-1: A = 1, the post-final-norm hidden state, as it is or through ``feature_map``. EAGLE-3: the A
+    boundaries, normalised as the configuration says and mixed by ``fc``.
+    """
+    weights = params.weights
+    x = params.adapter.from_target(features)
+    if config.feature_map:
+        x = linear(x.astype(jnp.float32), weights["feature_map"])
+    x = x.astype(weights["fc"].dtype)
+    if config.version == 1:
+        return x[:, :, 0]
+    if config.aux_norm == "each":
+        x = jnp.stack(
+            [rms_norm(x[:, :, i], weights["aux_norm"][i], config.norm_eps) for i in range(config.num_aux)],
+            axis=2,
+        )
+    x = x.reshape(*x.shape[:2], config.fc_in)
+    if config.aux_norm == "joined":
+        x = rms_norm(x, weights["aux_norm"], config.norm_eps)
+    return linear(x, weights["fc"], weights.get("fc_bias"))
+
+
+def backbone(
+    params: EagleParams,
+    config: EagleConfig,
+    feature: jax.Array,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attention: Attention,
+    routing: list[jax.Array] | None = None,
+) -> jax.Array:
+    """States [B, N, H] of the pairs (``feature`` [B, N, H], ``tokens`` [B, N]) at ``positions`` [B, N].
+
+    A pair holds the feature of a token and the id of the token after it; its state predicts the one after
+    that. ``routing`` gets the router logits [B, N, E] f32 of every layer with experts appended.
+    """
+    weights = params.weights
+    embed = params.embed if params.embed is not None else weights["embed"]
+    e = embedding(embed, tokens).astype(feature.dtype)
+    if config.embed_scale is not None:
+        e = e * jnp.asarray(config.embed_scale, e.dtype)
+    angles = rotation(positions, config.rope, config.head_dim)
+    if config.version == 1:
+        x = linear(jnp.concatenate([e, feature], -1), weights["fc"], weights.get("fc_bias"))
+    else:
+        x = feature
+    for index, layer in enumerate(weights["layers"]):
+        with jax.named_scope(f"draft_layer_{index}"):
+            x = _layer(layer, config, index, x, e, angles, attention, routing)
+    return rms_norm(x, weights["norm"], config.norm_eps) if config.feed_normed else x
+
+
+def _layer(
+    layer: Weights,
+    config: EagleConfig,
+    index: int,
+    x: jax.Array,
+    e: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    attention: Attention,
+    routing: list[jax.Array] | None,
+) -> jax.Array:
+    eps = config.norm_eps
+    residual = x
+    if index > 0:
+        y = rms_norm(x, layer["input_norm"], eps)
+    elif config.version == 1:
+        y = x
+    else:
+        normed = rms_norm(x, layer["hidden_norm"], eps)
+        y = jnp.concatenate([rms_norm(e, layer["input_norm"], eps), normed], -1)
+        if config.norm_before_residual:
+            residual = normed
+
+    def heads(name: str) -> jax.Array:
+        return linear(y, layer[name], layer.get(f"{name}_bias")).reshape(*y.shape[:2], -1, config.head_dim)
+
+    q, k, v = heads("q"), heads("k"), heads("v")
+    if config.qk_norm:
+        q, k = rms_norm(q, layer["q_norm"], eps), rms_norm(k, layer["k_norm"], eps)
+    mixed = attention(index, rotate(q, *angles), rotate(k, *angles), v)
+    x = residual + linear(mixed.reshape(*x.shape[:2], -1), layer["o"], layer.get("o_bias"))
+    y = rms_norm(x, layer["mlp_norm"], eps)
+    if config.moe is None:
+        return x + gated_mlp(y, layer, config.activation)
+    if routing is not None:
+        routing.append(router_logits(y, layer["router"]))
+    return x + moe_mlp(y, layer, config.moe, config.activation)
+
+
+def logits(params: EagleParams, config: EagleConfig, state: jax.Array) -> jax.Array:
+    """Logits [..., Vd] f32 over the draft's vocabulary of ``state`` [..., H]."""
+    if config.head_norm and not config.feed_normed:
+        state = rms_norm(state, params.weights["norm"], config.norm_eps)
+    head = params.head if params.head is not None else params.weights["head"]
+    if not isinstance(head, PackedWeight):
+        state = state.astype(head.dtype)
+    out = linear(state, head, transposed=params.tied and params.head is not None, dtype=jnp.float32)
+    if config.softcap is not None:
+        out = config.softcap * jnp.tanh(out / config.softcap)
+    return out
+
+
+def step(
+    params: EagleParams,
+    config: EagleConfig,
+    feature: jax.Array,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: kv.KVCache,
+    visible: jax.Array,
+    slot_positions: jax.Array,
+) -> tuple[jax.Array, kv.KVCache]:
+    """``backbone`` over a cache: (states [B, N, H], cache with the N pairs' keys and values; lengths
+    unmoved).
+
+    ``visible`` [B, N, M] and ``slot_positions`` [B, M] cover the M slots behind the committed prefix: M - N
+    that earlier steps of this round wrote, then these N. The caller guarantees ``cache.lengths + M <=
+    capacity``.
+    """
+    keys, values = list(cache.k), list(cache.v)
+
+    def attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out, keys[layer], values[layer] = write_and_attend(
+            q,
+            k,
+            v,
+            keys[layer],
+            values[layer],
+            cache.lengths,
+            visible,
+            positions,
+            slot_positions=slot_positions,
+            scale=config.head_dim**-0.5,
+            window=config.window(layer),
+            implementation=config.attention,
+        )
+        return out
+
+    state = backbone(params, config, feature, tokens, positions, attention)
+    return state, dataclasses.replace(cache, k=tuple(keys), v=tuple(values))
