@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,46 @@ def write_text(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
+
+
+def weight_files(folder: Path, stem: str, suffix: str) -> tuple[list[Path], dict[str, str]]:
+    """(weight files of ``folder`` under the names that producers give them, where its index places each
+    tensor).
+
+    They are, whichever comes first, the shards that ``{stem}{suffix}.index.json`` names, ``{stem}{suffix}``
+    and ``{stem}-00001-of-00001{suffix}``; the map is empty without an index, both are where there is nothing.
+    Any other file is not taken, since nothing says that it belongs here: an old epoch's, an adapter's.
+    Raises ``CheckpointError`` for an index without a map and for shards that are missing.
+    """
+    index = folder / f"{stem}{suffix}.index.json"
+    if index.is_file():
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, Mapping) or not places:
+            raise CheckpointError(f"{index} has no weight_map")
+        shards = sorted({str(name) for name in places.values()})
+        absent = [name for name in shards if not (folder / name).is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{folder} lacks {', '.join(absent)}: {index.name} names {len(shards)} shards; copy or "
+                "download the rest"
+            )
+        return [folder / name for name in shards], dict(places)
+    for name in (f"{stem}{suffix}", f"{stem}-00001-of-00001{suffix}"):
+        if (folder / name).is_file():
+            return [folder / name], {}
+    return [], {}
+
+
+def say_strays(folder: Path, taken: list[Path]) -> None:
+    """Warn of safetensors files that lie beside the weights that were ``taken`` and are not read."""
+    strays = sorted(path.name for path in folder.glob("*.safetensors") if path not in taken)
+    if strays:
+        warnings.warn(
+            f"{folder}: {', '.join(strays[:3])}{' ...' if len(strays) > 3 else ''} "
+            f"{'is' if len(strays) == 1 else 'are'} not read; the weights are {taken[0].name}"
+            + (f" and {len(taken) - 1} more" if len(taken) > 1 else ""),
+            stacklevel=2,
+        )
 
 
 def make_folder(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from eaglejax.checkpoint.files import progress, read_json
+from eaglejax.checkpoint.files import progress, read_json, say_strays, weight_files
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
 from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Rule, TensorStore, materialize, plan
 from eaglejax.errors import CheckpointError
@@ -151,43 +151,34 @@ INDEX = index_name(STEM)
 
 
 def open_weights(folder: Path, stem: str = STEM) -> SafetensorsFile:
-    """The weights of a folder: those its index names, else its one safetensors file.
+    """The weights of a folder: those its index names, else its one safetensors file of that name.
 
     ``stem``: what their names begin with. Raises ``CheckpointError`` naming what is missing: a shard, a
     tensor that the index promises, or all weights.
     """
     index, single = index_name(stem), f"{stem}.safetensors"
-    index_path = folder / index
-    if index_path.is_file():
-        weight_map = read_json(index_path).get("weight_map")
-        if not isinstance(weight_map, Mapping) or not weight_map:
-            raise CheckpointError(f"{index_path} has no weight_map")
-        shards = sorted(set(weight_map.values()))
-        absent = [shard for shard in shards if not (folder / shard).is_file()]
-        if absent:
-            raise CheckpointError(
-                f"{folder} lacks {', '.join(absent)}: {index} names {len(shards)} shards; copy or download "
-                "the rest"
-            )
-        files = SafetensorsFile([folder / shard for shard in shards])
+    paths, places = weight_files(folder, stem, ".safetensors")
+    if paths:
+        files = SafetensorsFile(paths)
         present = set(files.names())
-        for name, shard in weight_map.items():
+        for name, shard in places.items():
             if name not in present:
                 raise CheckpointError(f"{folder / shard} lacks tensor {name!r}, which {index} places there")
             if files.where(name).name != shard:
                 raise CheckpointError(
                     f"{index} places {name!r} in {shard}, but it is in {files.where(name).name}"
                 )
+        say_strays(folder, paths)
         return files
-    if (folder / single).is_file():
-        return SafetensorsFile([folder / single])
-    found = sorted(folder.glob("*.safetensors"))
+    found = sorted(p.name for p in folder.glob("*.safetensors"))
     if len(found) == 1:
-        return SafetensorsFile(found)
+        raise CheckpointError(
+            f"{folder} holds {found[0]}, which is no name of a model's weights; if it holds them, name it "
+            f"{single}"
+        )
     if found:
         raise CheckpointError(
-            f"{folder} holds {len(found)} safetensors files but no {index}; the index says which belong "
-            "together"
+            f"{folder} holds {len(found)} safetensors files but no {index}, which says which belong together"
         )
     other = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
     hint = f"; it holds {', '.join(other[:3])}, convert them or name a .gguf file itself" if other else ""

@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 from eaglejax.checkpoint.demo import DEMO_DRAFTS
-from eaglejax.checkpoint.hf import DESCRIPTION, open_weights
+from eaglejax.checkpoint.files import weight_files
+from eaglejax.checkpoint.hf import DESCRIPTION, STEM, open_weights
 from eaglejax.checkpoint.sources import Spec, resolve
 from eaglejax.checkpoint.target import load_target
 from eaglejax.drafts.base import Bound
@@ -51,7 +52,7 @@ def is_eagle(spec: Spec) -> bool:
     folder = draft_folder(spec)
     if (folder / DESCRIPTION).is_file():
         return False  # modelslim's files, whose names differ, hold whole models
-    if not any(folder.glob("*.safetensors")):
+    if not weight_files(folder, STEM, ".safetensors")[0]:
         # Whole models are read from safetensors alone.
         return True
     return any(plain_name(name) == "fc.weight" for name in open_weights(folder).names())

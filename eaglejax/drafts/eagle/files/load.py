@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.demo import DEMO_DRAFTS, demo_draft
+from eaglejax.checkpoint.files import read_json, weight_files
+from eaglejax.checkpoint.hf import STEM
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.checkpoint.tables import Assignment, materialize, plan
 from eaglejax.drafts.align import align_params, aligned
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.detect import check_basis
 from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.files.names import BIN, IGNORABLE, rules
+from eaglejax.drafts.eagle.files.names import IGNORABLE, PICKLES, rules
 from eaglejax.drafts.eagle.files.read import AuxConvention, DraftFile, read_draft
 from eaglejax.drafts.eagle.model import EagleParams, Weights, param_table
 from eaglejax.drafts.eagle.proposer import Eagle
@@ -45,17 +47,32 @@ def draft_folder(spec: str | os.PathLike[str]) -> Path:
             f"{spec} is a GGUF file; an EAGLE draft is a folder with config.json and its weights"
         )
     hub = not Path(source.spec).expanduser().is_dir()
-    if hub and not any(source.path.glob("*.safetensors")):
-        import huggingface_hub
-
-        repo, _, revision = source.spec.partition("@")
-        try:
-            huggingface_hub.hf_hub_download(repo, BIN, revision=revision or None)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{spec} holds no safetensors weights and its {BIN} cannot be fetched"
-            ) from error
+    if hub and not weight_files(source.path, STEM, ".safetensors")[0]:
+        _fetch_pickles(os.fspath(spec))
     return source.path
+
+
+def _fetch_pickles(spec: str) -> None:
+    """Download ``pytorch_model.bin`` of a Hub id, or the shards that its index names."""
+    import huggingface_hub
+
+    repo, _, revision = spec.partition("@")
+
+    def fetch(name: str) -> Path:
+        return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision or None))
+
+    single, index = PICKLES
+    try:
+        fetch(single)
+    except (OSError, ValueError) as error:
+        try:
+            shards = read_json(fetch(index)).get("weight_map") or {}
+            for name in sorted(set(shards.values())):
+                fetch(name)
+        except (OSError, ValueError):
+            raise CheckpointError(
+                f"{spec} holds no safetensors weights and its {single} cannot be fetched"
+            ) from error
 
 
 def draft_plan(file: DraftFile, dtype: Any) -> tuple[Weights, list[Assignment]]:

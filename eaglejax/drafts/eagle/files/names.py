@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from eaglejax.checkpoint.files import read_json
-from eaglejax.checkpoint.hf import INDEX, open_weights
+from eaglejax.checkpoint.files import say_strays, weight_files
+from eaglejax.checkpoint.hf import STEM, open_weights
 from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Rule
 from eaglejax.checkpoint.torch_bin import TorchBinFile
 from eaglejax.errors import CheckpointError
@@ -127,27 +127,28 @@ class PlainStore:
         return self._file.rows(self.stored[name], start, stop)
 
 
-BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_BIN = ("pytorch_model", ".bin")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""What a repository without safetensors may hold instead: one pickle, or the index of several."""
 
 
 def open_draft(folder: Path) -> PlainStore:
     """The tensors of a folder: safetensors (one file or sharded), else ``pytorch_model.bin`` (one or
-    sharded)."""
+    sharded). Files of other names are not taken for weights."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder; a draft is a folder with config.json and its weights")
-    if any(folder.glob("*.safetensors")) or (folder / INDEX).is_file():
+    if weight_files(folder, STEM, ".safetensors")[0]:
         return PlainStore(open_weights(folder), str(folder))
-    if (folder / _BIN_INDEX).is_file():
-        shards = read_json(folder / _BIN_INDEX).get("weight_map")
-        if not isinstance(shards, Mapping) or not shards:
-            raise CheckpointError(f"{folder / _BIN_INDEX} has no weight_map")
-        file = TorchBinFile(folder / name for name in sorted(set(shards.values())))
-        lost = sorted(set(shards) - set(file.names()))
+    paths, places = weight_files(folder, *_BIN)
+    if paths:
+        file = TorchBinFile(paths)
+        lost = sorted(set(places) - set(file.names()))
         if lost:
-            raise CheckpointError(f"{folder} lacks tensor {lost[0]!r}, which {_BIN_INDEX} promises")
+            raise CheckpointError(f"{folder} lacks tensor {lost[0]!r}, which {PICKLES[1]} promises")
+        say_strays(folder, paths)
         return PlainStore(file, str(folder))
-    if (folder / BIN).is_file():
-        return PlainStore(TorchBinFile([folder / BIN]), str(folder))
+    found = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    hint = f"; {', '.join(found[:3])} is no name that producers give weights" if found else ""
     raise CheckpointError(
-        f"{folder} holds no weights: neither model.safetensors nor {BIN}, nor an index of shards"
+        f"{folder} holds no weights: neither model.safetensors nor {PICKLES[0]}, nor an index of shards{hint}"
     )
