@@ -128,13 +128,21 @@ def export_target(target: Target, *, cache: Any = None) -> TorchTarget:
     return TorchTarget(spec, params, cache_dtype(cache if cache is not None else target.dtype))
 
 
-def export_draft(draft: Bound) -> TorchDraft:
-    """A bound EAGLE draft for a ``TorchRunner``; sampled drafts and other proposers are refused."""
+def eagle_of(draft: Bound) -> tuple[Eagle, EagleParams]:
+    """The EAGLE draft that ``draft`` is; raises ConfigError for what has no counterpart in torch."""
     proposer, params = draft.proposer, draft.params
     if not isinstance(proposer, Eagle) or not isinstance(params, EagleParams):
         raise ConfigError(f"{type(proposer).__name__} has no torch counterpart; EAGLE drafts have")
     if proposer.sample:
-        raise ConfigError("the torch side proposes greedily; use sample=False")
+        raise ConfigError(
+            "the torch side grows trees of the likeliest tokens; leave out draft_sample (use sample=False)"
+        )
+    return proposer, params
+
+
+def export_draft(draft: Bound) -> TorchDraft:
+    """A bound EAGLE draft for a ``TorchRunner``; sampled drafts and other proposers are refused."""
+    proposer, params = eagle_of(draft)
     return TorchDraft(
         eagle_spec(proposer.config, tied=params.tied),
         Draft(

@@ -31,6 +31,7 @@ from eaglejax.nn.moe import moe_mlp
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import rotate, rotation
 from eaglejax.pytree import ArrayInfo, constant
+from eaglejax.tap import scope, tap
 
 Params = dict[str, Any]
 
@@ -159,17 +160,20 @@ def forward(
     Raises ConfigError for shapes or boundaries that cannot be.
     """
     _check(config, tokens, positions, cache, visible, aux)
+    for name, value in (("tokens", tokens), ("positions", positions), ("visible", visible)):
+        tap(name, value)
     with jax.named_scope("embed"):
         x = embedding(params["embed"], tokens)
         if config.embed_scale is not None:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
+    tap("embedding", x)
     with jax.named_scope("rope"):
         ropes = {config.layer_rope(i) for i in range(config.num_layers)}
         angles = {rope: rotation(positions, rope, config.head_dim) for rope in ropes}
     taps = {0: x}
     keys, values = [], []
     for i, layer in enumerate(params["layers"]):
-        with jax.named_scope(f"layer_{i}"):
+        with jax.named_scope(f"layer_{i}"), scope(f"layers/{i}"):
             rope = config.layer_rope(i)
             x, k, v = _block(
                 layer, config, i, x, positions, angles[rope], cache, visible, params.get("post_rotation")
@@ -180,9 +184,13 @@ def forward(
             taps[i + 1] = x
     with jax.named_scope("final_norm"):
         hidden = rms_norm(x, params["norm"], config.norm_eps, offset=config.norm_offset)
+    tap("final_norm", hidden)
+    boundaries = jnp.stack([taps[i] for i in aux], axis=2) if aux else None
+    if boundaries is not None:
+        tap("aux", boundaries)
     return Forward(
         hidden=hidden,
-        aux=jnp.stack([taps[i] for i in aux], axis=2) if aux else None,
+        aux=boundaries,
         cache=dataclasses.replace(cache, k=tuple(keys), v=tuple(values)),
     )
 
@@ -236,17 +244,24 @@ def _block(
         return linear(y.astype(post_rotation.dtype), post_rotation, dtype=y.dtype)
 
     with jax.named_scope("attention"):
-        mixed, k, v = _attention(
-            layer, config, index, norm(x, "attn_norm"), positions, angles, cache, visible
-        )
-        x = x + closed(mixed, "post_attn_norm")
+        y = norm(x, "attn_norm")
+        tap("attn_norm", y)
+        y, k, v = _attention(layer, config, index, y, positions, angles, cache, visible)
+        y = closed(y, "post_attn_norm")
+        tap("attn_out", y)
+        x = x + y
+        tap("attn_residual", x)
     with jax.named_scope("mlp"):
         y = norm(x, "mlp_norm")
+        tap("mlp_norm", y)
         if config.moe is not None and config.is_sparse(index):
             y = moe_mlp(y, layer, config.moe, config.activation)
         else:
             y = gated_mlp(y, layer, config.activation)
-        x = x + closed(y, "post_mlp_norm")
+        y = closed(y, "post_mlp_norm")
+        tap("mlp", y)
+        x = x + y
+        tap("residual", x)
     return x, k, v
 
 
@@ -301,4 +316,5 @@ def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array
             logits = linear(hidden, params["head"], dtype=jnp.float32)
         if config.final_softcap is not None:
             logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
+    tap("logits", logits)
     return logits

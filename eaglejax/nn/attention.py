@@ -27,6 +27,7 @@ from eaglejax.nn.attention_implementations import (
     queries_a_call,
 )
 from eaglejax.nn.kv_codec import PackedKV, Stored
+from eaglejax.tap import tap
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +154,8 @@ def write_and_attend(
     A token whose key or value is not finite is stored as zeros, and those that see it, itself included, get
     NaN. Left in the cache it would reach its siblings too, for a weight of zero times NaN is NaN.
     """
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        tap(name, value)
     n, m = visible.shape[1:]
     # What overflows the cache's own dtype is not finite either.
     k, v = (x if isinstance(c, PackedKV) else x.astype(c.dtype) for x, c in ((k, cached_k), (v, cached_v)))
@@ -162,4 +165,6 @@ def write_and_attend(
     cached_v = kv.write(cached_v, v, lengths + (m - n))
     out = attend(q, cached_k, cached_v, lengths, visible, positions, **options)
     lost = (visible[:, :, m - n :] & ~sound[:, None]).any(axis=2)
-    return jnp.where(lost[:, :, None, None], jnp.nan, out), cached_k, cached_v
+    out = jnp.where(lost[:, :, None, None], jnp.nan, out)
+    tap("attention", out)
+    return out, cached_k, cached_v

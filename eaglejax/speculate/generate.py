@@ -288,9 +288,8 @@ class BatchDecoder:
         """One Generation a request; call after iteration."""
         return [row.result(self._eos, self.program.proposer.depth) for row in self._rows]
 
-    def prefill(self) -> round.DecodeState:
-        """Run the prompts through target and proposer and book the first tokens: the state before any
-        round."""
+    def start(self) -> round.DecodeState:
+        """The state before any prompt token is read."""
         pad = self._batch - len(self._requests)
         prompts = [list(r.prompt) for r in self._requests] + [[]] * pad
         rows = sampling.rows(
@@ -298,7 +297,7 @@ class BatchDecoder:
             self._target.config.vocab_size,
             prompts,
         )
-        state = round.jit_init_state(
+        return round.jit_init_state(
             self.program,
             self.params,
             rows,
@@ -308,26 +307,30 @@ class BatchDecoder:
             cache_dtype=self._cache_dtype,
             cache_scales=self._cache_scales,
         )
-        width, longest = self._width, max(map(len, prompts))
+
+    def chunks_of_prompts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """What ``round.prefill_chunk`` takes, chunk by chunk: tokens, following, count, last."""
+        width, lengths = self._width, np.zeros(self._batch, np.int64)
+        lengths[: len(self._requests)] = [len(r.prompt) for r in self._requests]
+        longest = int(lengths.max())
         padded = np.zeros((self._batch, -(-longest // width) * width + 1), np.int32)
-        lengths = np.asarray([len(p) for p in prompts])
-        for b, p in enumerate(prompts):
-            padded[b, : len(p)] = p
+        for row, request in zip(padded, self._requests, strict=False):
+            row[: len(request.prompt)] = request.prompt
         for begin in range(0, longest, width):
             count = np.clip(lengths - begin, 0, width)
-            state, record = round.jit_prefill_chunk(
-                self.program,
-                self.params,
-                state,
-                *jax.device_put(
-                    (
-                        padded[:, begin : begin + width],
-                        padded[:, begin + 1 : begin + width + 1],
-                        count.astype(np.int32),
-                        (count > 0) & (lengths <= begin + width),
-                    )
-                ),
+            yield (
+                padded[:, begin : begin + width],
+                padded[:, begin + 1 : begin + width + 1],
+                count.astype(np.int32),
+                (count > 0) & (lengths <= begin + width),
             )
+
+    def prefill(self) -> round.DecodeState:
+        """Run the prompts through target and proposer and book the first tokens: the state before any
+        round."""
+        state = self.start()
+        for chunk in self.chunks_of_prompts():
+            state, record = round.jit_prefill_chunk(self.program, self.params, state, *jax.device_put(chunk))
             record, done = jax.device_get((record, state.done))
             self._book(record, done, first=True)
         self._finished = bool(done.all())

@@ -25,6 +25,7 @@ from eaglejax.models.config import ModelConfig
 from eaglejax.nn.cache import CacheScales, KVCache, advance, commit
 from eaglejax.sampling import Purpose, RowSampling
 from eaglejax.speculate.verify import verify
+from eaglejax.tap import scope, tap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,13 @@ def _token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
+def _tap_fields(where: str, of: Any, *fields: str) -> None:
+    """Tap some fields of a dataclass by their names."""
+    with scope(where):
+        for field in fields:
+            tap(field, getattr(of, field))
+
+
 def prefill_chunk(
     program: Program,
     params: Params,
@@ -148,13 +156,14 @@ def prefill_chunk(
     steps = jnp.arange(tokens.shape[1])
     real = steps < count[:, None]
     visible = (steps[None, :] <= steps[:, None]) & real[:, None, :] | jnp.eye(tokens.shape[1], dtype=bool)
-    out = decoder.forward(
-        params.target, config, tokens, lengths[:, None] + steps, state.cache, visible, aux=needs.aux
-    )
     end = jnp.maximum(count - 1, 0)
-    logits = decoder.unembed(
-        params.target, config, jnp.take_along_axis(out.hidden, end[:, None, None], axis=1)
-    )
+    with scope("target"):
+        out = decoder.forward(
+            params.target, config, tokens, lengths[:, None] + steps, state.cache, visible, aux=needs.aux
+        )
+        logits = decoder.unembed(
+            params.target, config, jnp.take_along_axis(out.hidden, end[:, None, None], axis=1)
+        )
     processed = sampling.process(logits, state.rows)
     keys = sampling.fold(sampling.round_keys(state.rows, lengths + end), Purpose.BONUS)
     first = sampling.greedy(processed)[:, 0]
@@ -185,10 +194,13 @@ def prefill_chunk(
         finite=finite,
         logprobs=_token_logprobs(logits, first[:, None]) if program.logprobs else None,
     )
+    _tap_fields("verify", record, "tokens", "count")
+    with scope("draft/observe"):
+        proposer_state = program.proposer.observe(params.draft, state.proposer, seen)
     state = dataclasses.replace(
         state,
         cache=advance(out.cache, count),
-        proposer=program.proposer.observe(params.draft, state.proposer, seen),
+        proposer=proposer_state,
         rows=sampling.count_tokens(state.rows, first[:, None], kept),
         root=jnp.where(kept > 0, first, state.root),
         emitted=state.emitted + kept,
@@ -203,23 +215,27 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
     lengths, rows = state.cache.lengths, state.rows
     keys = sampling.round_keys(rows, lengths)
 
-    draft, proposer_state = proposer.propose(
-        params.draft, state.proposer, state.root, lengths, rows, sampling.fold(keys, Purpose.DRAFT)
-    )
+    with scope("draft"):
+        draft, proposer_state = proposer.propose(
+            params.draft, state.proposer, state.root, lengths, rows, sampling.fold(keys, Purpose.DRAFT)
+        )
     # A draft that could not be emitted is no draft: it would sit past the context's end and count in no
     # metric.
     left = jnp.where(state.done, 0, state.budget - state.emitted)
     root_only = jnp.arange(proposer.nodes) == 0
     draft = dataclasses.replace(draft, valid=draft.valid & (draft.depth <= left[:, None]) | root_only)
+    _tap_fields("draft/tree", draft, "tokens", "parent", "depth", "valid", "confidence")
 
     seen_by = ancestors(draft.parent, draft.valid, draft.max_depth)
     positions = lengths[:, None] + draft.depth
-    out = decoder.forward(
-        params.target, config, draft.tokens, positions, state.cache, seen_by, aux=proposer.needs.aux
-    )
-    logits = decoder.unembed(params.target, config, out.hidden)
+    with scope("target"):
+        out = decoder.forward(
+            params.target, config, draft.tokens, positions, state.cache, seen_by, aux=proposer.needs.aux
+        )
+        logits = decoder.unembed(params.target, config, out.hidden)
     processed = sampling.process(logits, rows, draft.tokens, seen_by)
     verdict = verify(processed, draft, rows, keys, method=program.method)
+    _tap_fields("verify", verdict, "path", "accepted")
 
     path, accepted = verdict.path, verdict.accepted
     on_path = jnp.take_along_axis(draft.tokens, path, axis=1)
@@ -253,13 +269,16 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
         finite=finite,
         logprobs=_token_logprobs(at_path(logits), tokens) if program.logprobs else None,
     )
+    _tap_fields("verify", record, "tokens", "count")
+    with scope("draft/observe"):
+        proposer_state = proposer.observe(params.draft, proposer_state, seen)
     newest = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
     state = dataclasses.replace(
         state,
         # Rows keep as many cached tokens as they emitted, so that the cache is the committed text but its
         # last token even where an end cuts the path; a row that was done moves by none.
         cache=commit(out.cache, path, kept - 1, chain=proposer.chain),
-        proposer=proposer.observe(params.draft, proposer_state, seen),
+        proposer=proposer_state,
         rows=sampling.count_tokens(rows, tokens, kept),
         root=jnp.where(kept > 0, newest, state.root),
         emitted=state.emitted + kept,

@@ -263,7 +263,7 @@ def test_drafts_that_have_no_counterpart_are_refused():
     with pytest.raises(ConfigError, match="Autoregressive has no torch counterpart"):
         export.export_draft(Bound(Autoregressive()))
     sampled = dataclasses.replace(draft.proposer, sample=True)
-    with pytest.raises(ConfigError, match="proposes greedily"):
+    with pytest.raises(ConfigError, match="trees of the likeliest tokens"):
         export.export_draft(Bound(sampled, draft.params))
     other = cases.target(dataclasses.replace(cases.LLAMA, vocab_size=40))
     with pytest.raises(ConfigError, match="for 32 tokens"):

@@ -145,7 +145,7 @@ def write_other_weights(recording, tmp_path):
                 *("--backend", "torch-cpu", "--speculative-config"),
                 '{"method": "eagle3", "num_speculative_tokens": 2, "draft_sample": true}',
             ],
-            "parity compares trees of the likeliest tokens",
+            "the torch side grows trees of the likeliest tokens",
         ),
     ],
 )

@@ -39,6 +39,7 @@ from eaglejax.nn.moe import moe_mlp, router_logits
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import rotate, rotation
 from eaglejax.pytree import ArrayInfo, constant
+from eaglejax.tap import scope, tap
 
 Weights = dict[str, Any]
 
@@ -212,13 +213,15 @@ def backbone(
     e = embedding(embed, tokens).astype(feature.dtype)
     if config.embed_scale is not None:
         e = e * jnp.asarray(config.embed_scale, e.dtype)
+    tap("embedding", e)
     angles = rotation(positions, config.rope, config.head_dim)
     if config.version == 1:
         x = linear(jnp.concatenate([e, feature], -1), weights["fc"], weights.get("fc_bias"))
+        tap("fc", x)
     else:
         x = feature
     for index, layer in enumerate(weights["layers"]):
-        with jax.named_scope(f"draft_layer_{index}"):
+        with jax.named_scope(f"draft_layer_{index}"), scope(f"layers/{index}"):
             x = _layer(layer, config, index, x, e, angles, attention, routing)
     return rms_norm(x, weights["norm"], config.norm_eps) if config.feed_normed else x
 
@@ -244,6 +247,7 @@ def _layer(
         y = jnp.concatenate([rms_norm(e, layer["input_norm"], eps), normed], -1)
         if config.norm_before_residual:
             residual = normed
+    tap("attn_norm", y)
 
     def heads(name: str) -> jax.Array:
         return linear(y, layer[name], layer.get(f"{name}_bias")).reshape(*y.shape[:2], -1, config.head_dim)
@@ -252,13 +256,22 @@ def _layer(
     if config.qk_norm:
         q, k = rms_norm(q, layer["q_norm"], eps), rms_norm(k, layer["k_norm"], eps)
     mixed = attention(index, rotate(q, *angles), rotate(k, *angles), v)
-    x = residual + linear(mixed.reshape(*x.shape[:2], -1), layer["o"], layer.get("o_bias"))
+    y = linear(mixed.reshape(*x.shape[:2], -1), layer["o"], layer.get("o_bias"))
+    tap("attn_out", y)
+    x = residual + y
+    tap("attn_residual", x)
     y = rms_norm(x, layer["mlp_norm"], eps)
+    tap("mlp_norm", y)
     if config.moe is None:
-        return x + gated_mlp(y, layer, config.activation)
-    if routing is not None:
-        routing.append(router_logits(y, layer["router"]))
-    return x + moe_mlp(y, layer, config.moe, config.activation)
+        y = gated_mlp(y, layer, config.activation)
+    else:
+        if routing is not None:
+            routing.append(router_logits(y, layer["router"]))
+        y = moe_mlp(y, layer, config.moe, config.activation)
+    tap("mlp", y)
+    x = x + y
+    tap("residual", x)
+    return x
 
 
 def logits(params: EagleParams, config: EagleConfig, state: jax.Array) -> jax.Array:
@@ -271,6 +284,7 @@ def logits(params: EagleParams, config: EagleConfig, state: jax.Array) -> jax.Ar
     out = linear(state, head, transposed=params.tied and params.head is not None, dtype=jnp.float32)
     if config.softcap is not None:
         out = config.softcap * jnp.tanh(out / config.softcap)
+    tap("logits", out)
     return out
 
 
@@ -291,6 +305,7 @@ def step(
     that earlier steps of this round wrote, then these N. The caller guarantees ``cache.lengths + M <=
     capacity``.
     """
+    tap("feature", feature)
     keys, values = list(cache.k), list(cache.v)
 
     def attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -311,4 +326,5 @@ def step(
         return out
 
     state = backbone(params, config, feature, tokens, positions, attention)
+    tap("state", state)
     return state, dataclasses.replace(cache, k=tuple(keys), v=tuple(values))

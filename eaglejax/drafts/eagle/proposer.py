@@ -30,6 +30,7 @@ from eaglejax.errors import ConfigError
 from eaglejax.nn.cache import KVCache, advance
 from eaglejax.nn.kv_format import KVFormat, uncalibrated_format
 from eaglejax.sampling import RowSampling
+from eaglejax.tap import scope
 
 
 @pytree.dataclass
@@ -172,9 +173,9 @@ class Eagle:
         assert isinstance(tree, DynamicTree)
         k, batch = tree.branching, root.shape[0]
         grower = _Grower(self, params, state)
-        scores, tokens = eagle_tree.expand(
-            eagle_model.logits(params, config, state.feature)[:, None], jnp.zeros((batch, 1)), k
-        )
+        with scope("step/0"):
+            logits = eagle_model.logits(params, config, state.feature[:, None])
+        scores, tokens = eagle_tree.expand(logits, jnp.zeros((batch, 1)), k)
         scores, tokens = scores[:, 0], self._target_ids(params, tokens[:, 0])
         feature = jnp.repeat(state.feature[:, None], k, axis=1)
         pool = [(scores, tokens, jnp.zeros((batch, k), jnp.int32))]
@@ -239,10 +240,9 @@ class Eagle:
         slots: list[int] = []
         for level, parents in enumerate(_expanded(tree)):
             if level == 0:
-                out, logits = (
-                    state.feature[:, None],
-                    eagle_model.logits(params, config, state.feature)[:, None],
-                )
+                out = state.feature[:, None]
+                with scope("step/0"):
+                    logits = eagle_model.logits(params, config, out)
             else:
                 slots += parents
                 seen = jnp.asarray(_sees(tree, parents, slots))
@@ -329,7 +329,8 @@ class _Grower:
             alive = jnp.any(jnp.exp(scores) >= threshold)
             out, logits, self.cache = jax.lax.cond(alive, forward, skip, self.cache)
         else:
-            out, logits, self.cache = forward(self.cache)
+            with scope(f"step/{self._level}"):
+                out, logits, self.cache = forward(self.cache)
         return out, logits
 
 
