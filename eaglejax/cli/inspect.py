@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import rich.table
 import tyro
 
-from eaglejax.checkpoint.gguf.load import config_from_metadata
+from eaglejax.checkpoint.gguf.metadata import config_from_metadata
 from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.checkpoint.hf import read_config
 from eaglejax.checkpoint.quantized.summary import holds_target, summary

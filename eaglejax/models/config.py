@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from eaglejax.devices import Attention
 from eaglejax.errors import ConfigError
+from eaglejax.models.config_reader import ConfigReader
 from eaglejax.nn import rope as rope_lib
 from eaglejax.nn.mlp import activation
 from eaglejax.nn.moe import MoeConfig
@@ -89,7 +89,9 @@ class ModelConfig:
         if self.post_rotation and not self.sandwich_norms:
             raise ConfigError("post_rotation turns what closing norms yield, and this model has none")
         activation(self.activation)
-        self.rope.rotary_dim(self.head_dim)
+        for rope in (self.rope, self.sliding_rope):
+            if rope is not None:
+                rope_lib.frequencies(rope, self.head_dim)
 
     def layer_window(self, layer: int) -> int | None:
         """Attention window of a layer in positions, None for full attention."""
@@ -143,6 +145,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "attention_bias": False,
         "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "rope_theta": 1e6,
@@ -150,48 +154,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """Supported ``model_type``s, each with the keys that its configs may leave out and what is then meant."""
-
-
-class _Reader:
-    """Typed look-ups in a config with the family's defaults; remembers nothing, refuses by name."""
-
-    def __init__(self, family: str, config: Mapping[str, Any]) -> None:
-        self.family = family
-        self.config = config
-        self.defaults = FAMILIES[family]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.config.get(key)
-        return value if value is not None else self.defaults.get(key, default)
-
-    def given(self, key: str) -> Any:
-        """Like ``get``, but an explicit null counts as given (it switches a feature off)."""
-        return self.config[key] if key in self.config else self.defaults.get(key)
-
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        value = self.get(key, default)
-        if value is None:
-            raise ConfigError(
-                f"the {self.family} config has no {key!r}; it is needed to know the model's shape"
-            )
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            raise ConfigError(f"{key} is {value!r}; it must be an integer of {least} or more")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float | None:
-        """A number above 0, or None where there is none."""
-        value = self.get(key, default)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(f"{key} is {value!r}; it must be a number above 0")
-        return float(value)
-
-    def choice(self, key: str, default: str) -> str:
-        value = self.get(key, default)
-        if not isinstance(value, str):
-            raise ConfigError(f"{key} is {value!r}; it must be a name")
-        return value
 
 
 def from_hf(config: Mapping[str, Any], *, context: int | None = None) -> ModelConfig:
@@ -213,21 +175,29 @@ def from_hf(config: Mapping[str, Any], *, context: int | None = None) -> ModelCo
         family = "gemma3_text"
     if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(
-            f"model_type {family!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+            f"model_type {family!r:.80} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
-    read = _Reader(family, config)
-    if read.get("use_bidirectional_attention"):
+    read = ConfigReader(family, config, FAMILIES[family])
+    if read.flag("use_bidirectional_attention"):
         raise ConfigError(
             "use_bidirectional_attention is set: this is an encoder, which cannot generate text"
         )
     heads = read.integer("num_attention_heads")
     hidden = read.integer("hidden_size")
-    layers = read.integer("num_hidden_layers")
+    layers = read.count("num_hidden_layers")
     head_dim = read.integer("head_dim", hidden // heads)
-    act = read.choice("hidden_activation", read.choice("hidden_act", "silu"))
+    act = read.choice("hidden_activation" if family == "gemma3_text" else "hidden_act", "silu")
     if act not in _ACTIVATION_NAMES:
-        raise ConfigError(f"activation {act!r} is not supported; use one of {sorted(_ACTIVATION_NAMES)}")
-    attention_bias = bool(read.get("attention_bias", False))
+        raise ConfigError(f"activation {act!r:.80} is not supported; use one of {sorted(_ACTIVATION_NAMES)}")
+    read.refuse_foreign(
+        query_pre_attn_scalar=head_dim,
+        hidden_activation=act,
+        attention_multiplier=head_dim**-0.5,
+        rotary_dim=head_dim,
+        no_rope_layers=[1] * layers,
+    )
+    # The class of qwen2 has a bias on q, k and v whatever its config says, and none on o.
+    attention_bias = read.flag("attention_bias") and family != "qwen2"
     gemma = family == "gemma3_text"
     window, sliding = _sliding(read, layers)
     moe, sparse = _mixture(read, layers)
@@ -249,40 +219,50 @@ def from_hf(config: Mapping[str, Any], *, context: int | None = None) -> ModelCo
         head_dim=head_dim,
         max_position=read.integer("max_position_embeddings"),
         rope=rope,
-        query_scale=float(read.integer("query_pre_attn_scalar", head_dim)) ** -0.5,
+        query_scale=(read.number("query_pre_attn_scalar", head_dim) or head_dim) ** -0.5,
         norm_eps=read.number("rms_norm_eps") or 1e-6,
         activation=_ACTIVATION_NAMES[act],
-        tie_embeddings=bool(read.get("tie_word_embeddings", False)),
+        tie_embeddings=read.flag("tie_word_embeddings"),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=bool(read.get("mlp_bias", False)),
+        mlp_bias=read.flag("mlp_bias"),
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         norm_offset=gemma,
         sandwich_norms=gemma,
         window=window,
         sliding=sliding,
         sliding_rope=_local_rope(read, context) if gemma else None,
-        attention_softcap=read.number("attn_logit_softcapping"),
-        final_softcap=read.number("final_logit_softcapping"),
+        attention_softcap=read.number("attn_logit_softcapping") if gemma else None,
+        final_softcap=read.number("final_logit_softcapping") if gemma else None,
         embed_scale=float(hidden) ** 0.5 if gemma else None,
         moe=moe,
         sparse=sparse,
     )
 
 
-def _sliding(read: _Reader, layers: int) -> tuple[int | None, tuple[bool, ...]]:
+def _sliding(read: ConfigReader, layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """(window, which layers use it) of a config."""
+    types, window = read.kinds(layers), read.given("sliding_window")
+    if read.family == "llama":
+        if window is not None and read.integer("sliding_window") < read.integer("max_position_embeddings"):
+            raise ConfigError(
+                f"sliding_window is {window}, which llama models do not have; remove the key, or name the "
+                "model_type that has it"
+            )
+        window = None
     if read.family == "llama" or (
-        "use_sliding_window" in read.defaults and not read.get("use_sliding_window")
+        "use_sliding_window" in read.defaults and not read.flag("use_sliding_window")
     ):
+        if types is not None and set(types) != {"full_attention"}:
+            raise ConfigError(
+                f"layer_types {sorted(set(types))} do not go with a {read.family} config without a window"
+            )
         return None, ()
-    window = read.given("sliding_window")
-    types = read.get("layer_types")
     if read.family in ("mistral", "mixtral", "qwen3_moe"):
         # These families slide on every layer or on none; a mixed list would belong to another architecture.
         if types is not None and set(types) != {"full_attention" if window is None else "sliding_attention"}:
             raise ConfigError(
-                f"layer_types {sorted(set(types))} do not go with {read.family}'s one window {window}"
+                f"layer_types {sorted(set(types))} do not go with {read.family}'s one window {window!r:.80}"
             )
         flags = (window is not None,) * layers
     elif types is not None:
@@ -301,16 +281,17 @@ def _sliding(read: _Reader, layers: int) -> tuple[int | None, tuple[bool, ...]]:
         )
     if not any(flags):
         return None, ()
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ConfigError(f"sliding_window is {window!r}; layers that slide need a positive integer")
-    return window, flags
+    if window is None:
+        raise ConfigError("sliding_window is None; layers that slide need a positive integer")
+    return read.integer("sliding_window"), flags
 
 
-def _mixture(read: _Reader, layers: int) -> tuple[MoeConfig | None, tuple[bool, ...]]:
+def _mixture(read: ConfigReader, layers: int) -> tuple[MoeConfig | None, tuple[bool, ...]]:
     """(mixture, which layers have it) of a config."""
     if read.family not in ("mixtral", "qwen3_moe"):
         return None, ()
-    counts = {read.config[k] for k in ("num_experts", "num_local_experts") if read.config.get(k) is not None}
+    given = [k for k in ("num_experts", "num_local_experts") if read.config.get(k) is not None]
+    counts = {read.count(k) for k in given}
     if len(counts) != 1:
         raise ConfigError(
             f"the number of experts is given as {sorted(counts) or 'nothing'}; give num_experts once"
@@ -322,21 +303,24 @@ def _mixture(read: _Reader, layers: int) -> tuple[MoeConfig | None, tuple[bool, 
         moe = MoeConfig(experts, top_k, width, softmax_first=False, normalize=False)
         return moe, (True,) * layers
     step = read.integer("decoder_sparse_step")
-    dense = set(read.get("mlp_only_layers") or ())
+    dense = read.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple) or not all(type(i) is int for i in dense):
+        raise ConfigError(f"mlp_only_layers is {dense!r:.80}; it must be a list of layers")
     moe = MoeConfig(
         experts,
         top_k,
         read.integer("moe_intermediate_size"),
         softmax_first=True,
-        normalize=bool(read.get("norm_topk_prob")),
+        normalize=read.flag("norm_topk_prob"),
     )
     return moe, tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
 
 
-def _local_rope(read: _Reader, context: int | None) -> RopeConfig:
+def _local_rope(read: ConfigReader, context: int | None) -> RopeConfig:
     """Rotary settings of Gemma 3's sliding layers, which context extension leaves alone."""
     name = "sliding_attention"
-    section = (read.config.get("rope_parameters") or {}).get(name) or {}
+    sections = read.config.get("rope_parameters")
+    section = (sections.get(name) if isinstance(sections, Mapping) else None) or {}
     return rope_lib.from_hf(
         {
             "rope_parameters": section,

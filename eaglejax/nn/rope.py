@@ -10,7 +10,9 @@ RoPE.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +59,8 @@ class RopeConfig:
             raise ConfigError(f"rope type {self.kind!r} is not supported; use one of {list(KINDS)}")
         if self.theta <= 0 or self.factor <= 0:
             raise ConfigError(f"rope theta {self.theta} and factor {self.factor} must be positive")
+        if self.kind == "yarn" and self.theta <= 1:
+            raise ConfigError(f"rope type 'yarn' needs a rope_theta above 1, not {self.theta}")
         if not 0 < self.rotary_fraction <= 1:
             raise ConfigError(f"rotary fraction {self.rotary_fraction} must lie in (0, 1]")
         if self.kind in _PRETRAINED and (self.original_max_position or 0) < 2:
@@ -77,12 +81,24 @@ class RopeConfig:
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """(inverse frequencies [rotary_dim / 2] np.float32 in radians a position, factor on cos and sin)."""
+    """(inverse frequencies [rotary_dim / 2] np.float32 in radians a position, factor on cos and sin).
+
+    Raises ConfigError for settings that give no finite numbers.
+    """
     dim = rope.rotary_dim(head_dim)
     exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
-    plain = 1.0 / rope.theta**exponents
-    inv_freq, scale = _SCALINGS[rope.kind](rope, plain, dim)
-    return inv_freq.astype(np.float32), float(scale)
+    try:
+        with np.errstate(all="ignore"):
+            plain = 1.0 / rope.theta**exponents
+            inv_freq, scale = _SCALINGS[rope.kind](rope, plain, dim)
+            inv_freq = inv_freq.astype(np.float32)
+    except (ArithmeticError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"rope type {rope.kind!r} cannot be computed from {rope}: {error}") from error
+    if not (np.isfinite(inv_freq).all() and math.isfinite(scale)):
+        raise ConfigError(f"rope type {rope.kind!r} gives frequencies that are not finite: {rope}")
+    return inv_freq, float(scale)
 
 
 def _default(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
@@ -106,9 +122,6 @@ def _dynamic(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray,
 def _yarn(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, ramp in between."""
 
-    def mscale(strength: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * strength * math.log(rope.factor) + 1.0
-
     def dimension(rotations: float) -> float:
         assert rope.original_max_position is not None
         return (
@@ -122,13 +135,19 @@ def _yarn(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, fl
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / ((high - low) or 0.001), 0, 1)
-    if rope.attention_factor is not None:
-        scale = rope.attention_factor
-    elif rope.mscale and rope.mscale_all_dim:
-        scale = mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    else:
-        scale = mscale(1.0)
+    scale = rope.attention_factor
+    if scale is None:
+        scale = _yarn_scale(rope.factor, rope.mscale, rope.mscale_all_dim)
     return plain / rope.factor * ramp + plain * (1 - ramp), scale
+
+
+def _yarn_scale(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """YaRN's factor on cos and sin where the config gives none."""
+
+    def scale(strength: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
+
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
@@ -188,16 +207,74 @@ def apply_rope(x: jax.Array, positions: jax.Array, rope: RopeConfig) -> jax.Arra
     return rotate(x, *rotation(positions, rope, x.shape[-1]))
 
 
+_OF_KIND: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        *("factor", "attention_factor", "attn_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
+}
+"""Settings that each kind reads, beside those of ``_SHARED``."""
+
+_SHARED = ("rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved", "finetuned")
+"""The three parts of a multimodal position are equal for text, and how a model was tuned is only said."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("factor", "attention_factor", "attn_factor", "low_freq_factor", "beta_slow"), (1,)),
+    **{"high_freq_factor": (4,), "beta_fast": (32,), "extrapolation_factor": (1,)},
+    **{"mscale": (0, 1), "mscale_all_dim": (0, 1), "truncate": (True,), "apply_yarn_scaling": (True,)},
+}
+"""Values with which a setting changes nothing, so that a kind without it may carry it."""
+
 _NUMBERS = (
-    *("rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
-    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
+    *("rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "attn_factor"),
 )
 _LISTS = ("short_factor", "long_factor")
 
 
 def _is_positive(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < math.inf
+    return number and 0 < value <= sys.float_info.max
+
+
+def _check_setting(key: str, value: Any, where: str) -> None:
+    """Refuse a value of another type than the setting has."""
+    if key in _NUMBERS and not _is_positive(value):
+        raise ConfigError(f"{where} = {value!r:.80} must be a number above 0")
+    if key in _LISTS and not (isinstance(value, tuple) and all(map(_is_positive, value))):
+        raise ConfigError(f"{where} = {value!r:.80} must be a list of numbers above 0")
+    if key in ("mscale", "mscale_all_dim") and value != 0 and not _is_positive(value):
+        raise ConfigError(f"{where} = {value!r:.80} must be a number of 0 or more")
+    if key == "original_max_position_embeddings" and not _is_length(value):
+        raise ConfigError(f"{where} = {value!r:.80} must be a whole number above 0")
+    if key == "truncate" and not isinstance(value, bool):
+        raise ConfigError(f"{where} = {value!r:.80} must be true or false")
+    if key == "rope_type" and not isinstance(value, str):
+        raise ConfigError(f"{where} = {value!r:.80} must be one of {', '.join(KINDS)}")
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def _check_known(settings: Mapping[str, tuple[Any, str]], kind: str) -> None:
+    """Refuse settings that a kind does not read, unless they change nothing: a misspelt one would."""
+    known = (*_SHARED, *_OF_KIND[kind])
+    for key, (value, where) in settings.items():
+        if key in known or key in _WITHOUT_EFFECT or value in _NEUTRAL.get(key, ()):
+            continue
+        near = difflib.get_close_matches(key, [k for k in known if k not in settings], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"{where} is not read by rope type {kind!r}, which takes {', '.join(_OF_KIND[kind]) or 'nothing'}"
+            f"{hint}"
+        )
 
 
 def from_hf(
@@ -211,7 +288,9 @@ def from_hf(
     ``rope_parameters``.
 
     ``layer_type`` picks a section where parameters are kept per layer type. The same setting given twice with
-    different values is refused (ConfigError), as is an unknown type: a wrong theta only shows as bad text.
+    different values is refused (ConfigError), as are an unknown type and a setting that the type does not
+    read: a wrong theta only shows as bad text. ``attn_factor`` of yarn (vLLM, GGUF) multiplies the factor on
+    cos and sin that would hold without it, ``attention_factor`` replaces it.
     """
     settings: dict[str, tuple[Any, str]] = {}
 
@@ -219,10 +298,7 @@ def from_hf(
         if value is None:
             return
         key = "rope_type" if key == "type" else key
-        if key in _NUMBERS and not _is_positive(value):
-            raise ConfigError(f"{where} = {value!r} must be a number above 0")
-        if key in _LISTS and not (isinstance(value, tuple) and all(map(_is_positive, value))):
-            raise ConfigError(f"{where} = {value!r} must be a list of numbers above 0")
+        _check_setting(key, value, where)
         if key in settings and settings[key][0] != value:
             first, first_where = settings[key]
             raise ConfigError(
@@ -235,9 +311,11 @@ def from_hf(
         if section is None:
             continue
         if not isinstance(section, Mapping):
-            raise ConfigError(f"{name} must be an object, not {section!r}")
+            raise ConfigError(f"{name} must be an object, not {section!r:.80}")
         if layer_type is not None and layer_type in section:
             section, where = section[layer_type] or {}, f"{name}.{layer_type}"
+            if not isinstance(section, Mapping):
+                raise ConfigError(f"{where} must be an object, not {section!r:.80}")
         for key, value in section.items():
             if isinstance(value, Mapping):
                 raise ConfigError(
@@ -251,7 +329,14 @@ def from_hf(
         return settings[key][0] if key in settings else default
 
     kind = get("rope_type", "default")
-    max_position = int(config.get("max_position_embeddings", 2048))
+    if kind not in KINDS:
+        raise ConfigError(f"rope type {kind!r:.80} is not supported; use one of {list(KINDS)}")
+    _check_known(settings, kind)
+    settings = {key: found for key, found in settings.items() if key in (*_SHARED, *_OF_KIND[kind])}
+    max_position = config.get("max_position_embeddings")
+    max_position = 2048 if max_position is None else max_position
+    if not _is_length(max_position):
+        raise ConfigError(f"max_position_embeddings = {max_position!r:.80} must be a whole number above 0")
     original = get("original_max_position_embeddings", max_position)
     factor = get("factor")
     if factor is None:
@@ -262,6 +347,15 @@ def from_hf(
         for key in ("low_freq_factor", "high_freq_factor"):
             if key not in settings:
                 raise ConfigError(f"rope type 'llama3' needs {key}")
+    attention_factor, strength = get("attention_factor"), get("attn_factor", 1)
+    if kind == "yarn" and strength != 1:
+        scaled = strength * _yarn_scale(factor, get("mscale"), get("mscale_all_dim"))
+        if attention_factor is not None and not math.isclose(attention_factor, scaled, rel_tol=1e-4):
+            raise ConfigError(
+                f"attention_factor {attention_factor} contradicts attn_factor {strength}, which makes "
+                f"{scaled:.6g}; keep the right one"
+            )
+        attention_factor = scaled
     return RopeConfig(
         kind=kind,
         theta=float(get("rope_theta", default_theta)),
@@ -270,14 +364,14 @@ def from_hf(
         rotary_fraction=float(get("partial_rotary_factor", 1.0)),
         factor=float(factor),
         original_max_position=int(original) if kind in _PRETRAINED else None,
-        attention_factor=get("attention_factor"),
+        attention_factor=attention_factor,
         low_freq_factor=float(get("low_freq_factor", 1.0)),
         high_freq_factor=float(get("high_freq_factor", 4.0)),
         beta_fast=float(get("beta_fast", 32.0)),
         beta_slow=float(get("beta_slow", 1.0)),
         mscale=get("mscale"),
         mscale_all_dim=get("mscale_all_dim"),
-        truncate=bool(get("truncate", True)),
+        truncate=get("truncate", True),
         short_factor=get("short_factor", ()),
         long_factor=get("long_factor", ()),
     )

@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 from eaglejax.checkpoint.files import cache_dir
 from eaglejax.checkpoint.gguf import load as gguf_models
 from eaglejax.checkpoint.gguf.load import load_gguf
+from eaglejax.checkpoint.gguf.metadata import config_from_metadata
 from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.errors import CheckpointError, EaglejaxError
 from eaglejax.nn import rope
@@ -132,26 +133,36 @@ def test_older_files_keep_one_tensor_an_expert(tmp_path):
     assert_trees(params, want, np.testing.assert_array_equal)
 
 
-def test_yarn_scaling_equals_transformers(tmp_path):
+@pytest.mark.parametrize("strength", [1.0, 0.878])
+def test_yarn_scaling_equals_the_folders(tmp_path, strength):
+    """The same model as a folder and as a file turns alike; without ``attn_factor`` as in transformers."""
+
     def yarn(writer, tensors):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(4.0)
         writer.add_rope_scaling_orig_ctx_len(16)
+        if strength != 1:
+            writer.add_rope_scaling_attn_factors(strength)
 
     path = tmp_path / "m.gguf"
     model, *_ = gguf_export.write(path, "qwen2", edit=yarn)
     config, *_ = load_gguf(path, jnp.float32)
-    hf = model.config
-    hf.rope_parameters = {
-        "rope_type": "yarn",
-        "rope_theta": hf.rope_parameters["rope_theta"],
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-    }
-    want, scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](hf, "cpu")
+    hf, theta = model.config, model.config.rope_parameters["rope_theta"]
+    settings = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    folder = rope.from_hf(
+        {
+            "rope_theta": theta,
+            "max_position_embeddings": hf.max_position_embeddings,
+            "rope_scaling": {**settings, "attn_factor": strength},
+        }
+    )
     got, got_scale = rope.frequencies(config.rope, config.head_dim)
+    np.testing.assert_allclose(got, rope.frequencies(folder, config.head_dim)[0], rtol=1e-6)
+    assert got_scale == pytest.approx(rope.frequencies(folder, config.head_dim)[1])
+    hf.rope_parameters = {"rope_theta": theta, **settings}
+    want, scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](hf, "cpu")
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
-    assert got_scale == pytest.approx(scale)
+    assert got_scale == pytest.approx(scale * strength)
 
 
 class TestConvertedCopy:
@@ -275,7 +286,7 @@ class TestRefusals:
             path.write_bytes(damaged)
             try:
                 file = GGUFFile(path)
-                gguf_models.config_from_metadata(file)
+                config_from_metadata(file)
             except CheckpointError:
                 refused += 1
         assert refused > 60
@@ -327,12 +338,41 @@ class TestRefusals:
         file = GGUFFile(path)
         del file.metadata["qwen2.block_count"]
         with pytest.raises(CheckpointError, match=r"has no qwen2\.block_count"):
-            gguf_models.config_from_metadata(file)
+            config_from_metadata(file)
 
-    def test_settings_that_the_decoder_does_not_know(self, tmp_path):
-        self.refuse(
-            tmp_path, r"qwen2\.logit_scale = 2\.0 is not supported", lambda w, t: w.add_logit_scale(2.0)
-        )
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("logit_scale", 2.0),
+            ("attention.scale", 0.5),
+            ("attention.temperature_scale", 0.1),
+            ("rope.scaling.yarn_log_multiplier", 0.1),
+            ("rope.scaling.yarn_ext_factor", 0.5),
+            ("rope.scaling.atn_factor", 0.9),
+            ("expert_gating_func", 2),
+            ("final_logit_softcapping", 30.0),
+            ("attention.sliding_window", 16),
+        ],
+    )
+    def test_settings_that_the_decoder_does_not_know(self, tmp_path, key, value):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        file = GGUFFile(path)
+        file.metadata[f"qwen2.{key}"] = value
+        with pytest.raises(CheckpointError, match=f"qwen2.{key} = {value} is not supported"):
+            config_from_metadata(file)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("attention.causal", True), ("rope.scaling.yarn_ext_factor", 1.0), ("final_logit_softcapping", 0.0)],
+    )
+    def test_settings_that_change_nothing_are_let_be(self, tmp_path, key, value):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        file = GGUFFile(path)
+        before = config_from_metadata(file)
+        file.metadata[f"qwen2.{key}"] = value
+        assert config_from_metadata(file) == before
 
     def test_partial_rotary_embeddings(self, tmp_path):
         self.refuse(
@@ -348,7 +388,7 @@ class TestRefusals:
         file = GGUFFile(path)
         file.metadata["qwen2.feed_forward_length"] = [64, 32, 64]
         with pytest.raises(CheckpointError, match="feed_forward_length differs between layers"):
-            gguf_models.config_from_metadata(file)
+            config_from_metadata(file)
 
     def test_an_unknown_rope_scaling(self, tmp_path):
         def scaled(writer, tensors):

@@ -88,6 +88,20 @@ def test_context_reaches_the_frequencies():
 
 
 @pytest.mark.parametrize(
+    "harmless",
+    [
+        {"query_pre_attn_scalar": 8, "hidden_activation": "silu", "final_logit_softcapping": None},
+        {"sliding_window": 4096, "layer_types": ["full_attention"] * 2, "use_sliding_window": False},
+        {"routed_scaling_factor": 1.0, "logits_scaling": 1, "attn_logit_softcapping": 0.0},
+        {"rope_scaling": {"rope_type": "default", "factor": 1.0, "mrope_section": [1, 1, 2]}},
+        {"pretraining_tp": 1, "attention_dropout": 0.1, "torch_dtype": "float16", "head_dim": None},
+    ],
+)
+def test_keys_that_change_nothing_are_let_be(harmless):
+    assert from_hf({**LLAMA, **harmless}) == from_hf(LLAMA)
+
+
+@pytest.mark.parametrize(
     ("config", "names"),
     [
         ({"model_type": "mamba"}, ["mamba", "llama", "qwen3_moe"]),
@@ -108,8 +122,27 @@ def test_context_reaches_the_frequencies():
         ({**LLAMA, "head_dim": 7}, ["7", "even"]),
         ({**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 2}, ["num_experts"]),
         ({**GEMMA, "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({**LLAMA, "query_pre_attn_scalar": 20}, ["query_pre_attn_scalar is 20", "llama"]),
+        ({**LLAMA, "final_logit_softcapping": 30.0}, ["final_logit_softcapping", "llama"]),
+        ({**LLAMA, "hidden_activation": "gelu"}, ["hidden_activation", "llama"]),
+        ({**LLAMA, "sliding_window": 16}, ["sliding_window is 16", "llama"]),
+        ({**LLAMA, "layer_types": ["sliding_attention"] * 2}, ["layer_types", "llama"]),
+        ({**LLAMA, "residual_multiplier": 0.22}, ["residual_multiplier", "llama"]),
+        ({**LLAMA, "no_rope_layers": [1, 0]}, ["no_rope_layers", "llama"]),
+        ({**QWEN, "rope_local_base_freq": 1e4}, ["rope_local_base_freq", "qwen2"]),
+        ({**GEMMA, "logit_scale": 0.0625}, ["logit_scale", "gemma3_text"]),
+        ({**LLAMA, "tie_word_embeddings": "false"}, ["tie_word_embeddings is 'false'", "true or false"]),
+        ({**LLAMA, "attention_bias": 1}, ["attention_bias is 1", "true or false"]),
+        ({**LLAMA, "num_hidden_layers": 2**31 - 1}, ["num_hidden_layers is 2147483647"]),
+        ({**LLAMA, "model_type": "mistral", "sliding_window": 2**31}, ["sliding_window is 2147483648"]),
+        (
+            {**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 1.0},
+            ["rope_theta above 1"],
+        ),
+        ({**LLAMA, "rope_theta": 1e-300}, ["not finite"]),
         ({**GEMMA, "layer_types": ["chunked_attention"] * 7}, ["chunked_attention", "sliding_attention"]),
         ({**GEMMA, "layer_types": ["sliding_attention"] * 3}, ["3 entries", "7 layers"]),
+        ({**GEMMA, "layer_types": 7}, ["layer_types is 7"]),
         ({**GEMMA, "sliding_window": 0}, ["sliding_window", "0"]),
         ({**LLAMA, "model_type": "mistral", "layer_types": ["full_attention"] * 2}, ["layer_types", "4096"]),
         ({**LLAMA, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, ["rope_theta", "500000"]),

@@ -127,6 +127,15 @@ def test_scaling_type_is_read_under_both_names(section, key):
         ({"rope_scaling": {"rope_type": "linear"}}, ["linear", "factor"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["low_freq_factor"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "object"]),
+        ({"rope_scaling": {**YARN, "atention_factor": 0.7}}, ["atention_factor", "did you mean attention"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}}, ["rope_scaling.alpha"]),
+        ({"rope_parameters": {**YARN, "extrapolation_factor": 0.5}}, ["extrapolation_factor", "yarn"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 4}}, ["beta_fast", "linear"]),
+        ({"rope_scaling": {"factor": 2.0}}, ["rope_scaling.factor", "default"]),
+        ({"rope_scaling": {**KINDS["llama3"], "attention_factor": 0.7}}, ["attention_factor", "llama3"]),
+        ({"rope_scaling": {**YARN, "attn_factor": 0.9, "attention_factor": 0.7}}, ["contradicts", "0.7"]),
+        ({"rope_scaling": {**YARN, "truncate": "no"}}, ["truncate", "true or false"]),
+        ({"rope_scaling": {**YARN, "factor": 10**400}}, ["factor", "number above 0"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["full_attention"]),
     ],
 )
@@ -135,6 +144,22 @@ def test_what_cannot_be_is_refused_by_name(settings, names):
         rope_lib.from_hf({**BASE, **settings})
     for name in names:
         assert name in str(error.value)
+
+
+def test_the_other_spelling_of_yarns_factor_is_honoured():
+    """vLLM and GGUF files know ``attn_factor``, which multiplies what transformers would compute."""
+    usual = rope_lib.frequencies(rope_lib.from_hf({**BASE, "rope_scaling": YARN}), HEAD_DIM)[1]
+    assert usual == pytest.approx(1.1386, abs=1e-4)
+    for more in ({"attn_factor": 0.878}, {"attn_factor": 0.878, "attention_factor": 0.878 * usual}):
+        found = rope_lib.from_hf({**BASE, "rope_scaling": {**YARN, **more}})
+        assert rope_lib.frequencies(found, HEAD_DIM)[1] == pytest.approx(0.878 * usual)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_published_settings_that_change_nothing_are_let_be(kind):
+    more = {"type": kind, "original_max_position_embeddings": 16, "finetuned": True, "attn_factor": 1.0}
+    plain = {**BASE, "rope_scaling": KINDS[kind]}
+    assert rope_lib.from_hf({**BASE, "rope_scaling": {**KINDS[kind], **more}}) == rope_lib.from_hf(plain)
 
 
 def test_longrope_factors_must_fit_the_head():

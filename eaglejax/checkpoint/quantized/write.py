@@ -17,7 +17,7 @@ import numpy as np
 
 from eaglejax.checkpoint.basis_file import write_basis
 from eaglejax.checkpoint.files import read_json
-from eaglejax.checkpoint.gguf.load import config_from_metadata
+from eaglejax.checkpoint.gguf.metadata import config_from_metadata
 from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.checkpoint.hf import DESCRIPTION, MARKER, RULES, STEM, QuantizedForm, index_name
 from eaglejax.checkpoint.quantized import compressed as quant_compressed
