@@ -223,8 +223,6 @@ def _rope_scaling(meta: _Metadata, head_dim: int) -> dict[str, Any] | None:
             "original_max_position_embeddings": meta.need("rope.scaling.original_context_length"),
             "beta_fast": meta.get("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": meta.get("rope.scaling.yarn_beta_slow", 1.0),
-            "attn_factor": meta.get(
-                "rope.scaling.attn_factor", meta.get("rope.scaling.yarn_attn_factor", 1.0)
-            ),
+            "attn_factor": strength,
         }
     return scaling
