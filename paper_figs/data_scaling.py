@@ -29,5 +29,5 @@ def draw(results: Results) -> Any:
         (other, sorted(multiples), "As published, MT-bench", "training data, multiples of ShareGPT"),
     ):
         style.doublings(axis, at)
-        style.finish(axis, title, x, "tau", below=True)
+        style.finish(axis, title, x, "tau")
     return figure

@@ -18,5 +18,5 @@ def draw(results: Results) -> Any:
         style.theirs(other, entry["positions"], entry["values"], entry["label"], number)
     for axis, title in ((own, "One target, the same texts"), (other, "As published, other targets")):
         axis.set_ylim(0, 1)
-        style.finish(axis, title, "position of the draft", "acceptance given all before", below=True)
+        style.finish(axis, title, "position of the draft", "acceptance given all before")
     return figure

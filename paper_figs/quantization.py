@@ -6,22 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from paper_figs import style
-from paper_figs.results import Results
+from paper_figs.results import Results, standard_error
 
 STUDY = "quantization"
-TAU = "tau (1: nothing accepted)"
 
 
 def draw_acceptance(results: Results) -> Any:
     """Tau and perplexity of ``quantization/acceptance``, by scheme, one series a rotation and cache."""
     found = results.need(STUDY, "acceptance")
     figure, (tau, loss) = style.panels(2)
-    _bars(tau, _series(found, ("acceptance", "all", "mean_acceptance_length")))
-    tau.axhline(1.0, color="#555555", linewidth=0.8)
-    style.finish(tau, "Mean acceptance length of the float target's draft", "", TAU)
-    _bars(loss, _series(found, ("perplexity", "perplexity")))
-    loss.set_ylim(bottom=1.0)
-    style.finish(loss, "Perplexity of answers", "", "perplexity")
+    accepted = _series(found, ("acceptance", "all"))
+    style.bars(
+        tau,
+        {name: {k: v["mean_acceptance_length"] for k, v in row.items()} for name, row in accepted.items()},
+        errors={name: {k: standard_error(v) for k, v in row.items()} for name, row in accepted.items()},
+        bottom=1.0,
+    )
+    style.finish(tau, "Tau of the float target's draft, with standard errors", "", style.FROM_ONE)
+    style.bars(loss, _series(found, ("perplexity", "perplexity")), bottom=1.0)
+    style.finish(loss, "Perplexity of answers", "", "perplexity (axis begins at 1)")
     return figure
 
 
@@ -40,7 +43,7 @@ def draw_outliers(results: Results) -> Any:
                 weights, rest = _words(name)
                 if weights == scheme and "perplexity" in measured:
                     table.setdefault(rest, {})[injection] = measured["perplexity"]["kl"]
-        _bars(axis, table)
+        style.bars(axis, table)
         axis.set_yscale("log")
         style.finish(axis, f"{scheme}: outlier channels", "", "KL from the float target, nats a token")
     return figure
@@ -52,7 +55,7 @@ def draw_speed(results: Results) -> Any:
     found = results.need(STUDY, "speed")
     figure, (axis,) = style.panels(1)
     labels = {"plain": "plain decoding", "eagle": "EAGLE-3"}
-    _bars(axis, {text: {n: v[key]["median"] for n, v in found.items()} for key, text in labels.items()})
+    style.bars(axis, {text: {n: v[key]["median"] for n, v in found.items()} for key, text in labels.items()})
     bound = [v["bandwidth_ratio"] for v in found.values()]
     axis.plot(range(len(bound)), bound, "k_", markersize=18, label="bytes read, inverse ratio")
     style.finish(axis, "Speed over the float target's", "", "ratio of tokens per second")
@@ -67,15 +70,17 @@ def draw_retrained(results: Results) -> Any:
     figure, (axis,) = style.panels(1)
     table = {
         f"trained on {draft} features": {
-            f"{target} target": row[draft]["all"]["mean_acceptance_length"]
-            for target, row in found.items()
-            if draft in row
+            f"{target} target": row[draft]["all"] for target, row in found.items() if draft in row
         }
         for draft in drafts
     }
-    _bars(axis, table)
-    axis.axhline(1.0, color="#555555", linewidth=0.8)
-    style.finish(axis, "Drafts trained on float and on quantised features", "", TAU)
+    style.bars(
+        axis,
+        {name: {k: v["mean_acceptance_length"] for k, v in row.items()} for name, row in table.items()},
+        errors={name: {k: standard_error(v) for k, v in row.items()} for name, row in table.items()},
+        bottom=1.0,
+    )
+    style.finish(axis, "Drafts trained on float and on quantised features", "", style.FROM_ONE)
     return figure
 
 
@@ -87,9 +92,9 @@ def _words(name: str) -> tuple[str, str]:
     return "+".join([weights, *besides]), "+".join(behind) or "not rotated"
 
 
-def _series(found: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Rotation -> scheme -> the number under ``keys``, of the variants that have it."""
-    table: dict[str, dict[str, float]] = {}
+def _series(found: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Rotation -> scheme -> what stands under ``keys``, of the variants that have it."""
+    table: dict[str, dict[str, Any]] = {}
     for name, value in found.items():
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -97,13 +102,3 @@ def _series(found: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, dict[s
             weights, rest = _words(name)
             table.setdefault(rest, {})[weights] = value
     return table
-
-
-def _bars(axis: Any, table: Mapping[str, Mapping[str, float]]) -> None:
-    """Grouped bars: a series for each entry of ``table``, groups by the keys of the entries."""
-    groups = list(dict.fromkeys(key for series in table.values() for key in series))
-    width = 0.8 / max(len(table), 1)
-    for number, (label, series) in enumerate(table.items()):
-        at = [groups.index(key) + (number - (len(table) - 1) / 2) * width for key in series]
-        axis.bar(at, list(series.values()), width, color=style.OURS[number % len(style.OURS)], label=label)
-    axis.set_xticks(range(len(groups)), groups, rotation=20, ha="right", fontsize=7)

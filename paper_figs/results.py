@@ -75,9 +75,11 @@ def published(kind: str) -> list[dict[str, Any]]:
 
 
 def standard_error(run: Mapping[str, Any]) -> float:
-    """Of a run's tau, were its rounds independent: their number from ``tokens`` and ``tau``, the variance of
-    the accepted tokens X of a round from P(X >= k), which ``per_position_acceptance_rate`` holds."""
+    """Of a run's tau, were its rounds independent: their number is ``target_forwards``, or follows from
+    ``tokens`` and ``tau``; the variance of the accepted tokens X of a round follows from P(X >= k), which
+    ``per_position_acceptance_rate`` holds."""
     rates = run["per_position_acceptance_rate"]
+    rounds = run["target_forwards"] if "target_forwards" in run else run["tokens"] / run["tau"]
     mean = math.fsum(rates)
     square = math.fsum((2 * k - 1) * rate for k, rate in enumerate(rates, start=1))
-    return math.sqrt(max(square - mean**2, 0.0) * run["tau"] / run["tokens"])
+    return math.sqrt(max(square - mean**2, 0.0) / rounds)

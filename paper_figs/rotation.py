@@ -14,9 +14,6 @@ def draw(results: Results) -> Any:
     figure, axes = style.panels(len(ladders))
     for axis, (name, found) in zip(axes, ladders.items(), strict=True):
         rungs = found["rungs"]
-        axis.bar(range(len(rungs)), [rung["tau"] for rung in rungs.values()], color=style.OURS[0])
-        axis.axhline(1.0, color="#555555", linewidth=0.8)
-        axis.set_xticks(range(len(rungs)), list(rungs), rotation=35, ha="right", fontsize=7)
-        title = f"Acceptance on a rotated target ({name})"
-        style.finish(axis, title, "", "tau (1: nothing accepted)")
+        style.bars(axis, {"": {rung: figures["tau"] for rung, figures in rungs.items()}}, bottom=1.0)
+        style.finish(axis, f"Acceptance on a rotated target ({name})", "", style.FROM_ONE)
     return figure

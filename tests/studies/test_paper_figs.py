@@ -18,6 +18,7 @@ def rates(scale=1.0):
         "mean_acceptance_length": 1.0 + scale,
         "per_position_acceptance_rate": [0.6 * scale, 0.4 * scale],
         "n_alpha": [0.6 * scale, 0.66 * scale],
+        "target_forwards": 100,
     }
 
 
@@ -67,7 +68,7 @@ def root(tmp_path):
         {k: {n: scored(2.0, v) for n, v in kinds.items()} for k in ("none", "all")},
     )
     put("quantization", "speed", {n: speeds(s) for n, s in (("float", 1.0), ("w8a8", 1.8))})
-    tau = {"all": {"mean_acceptance_length": 2.5}}
+    tau = {"all": rates(1.5)}
     put("quantization", "retrained", {"float": {"float": tau}, "w8a8": {"float": tau, "w8a8": tau}})
     return tmp_path
 
@@ -81,13 +82,17 @@ SCORED = (
 
 
 def scored(tau, loss):
-    rates = {"all": {"mean_acceptance_length": tau}}
-    return {"acceptance": rates, "perplexity": {"perplexity": loss, "kl": loss}}
+    return {"acceptance": {"all": rates(tau - 1)}, "perplexity": {"perplexity": loss, "kl": loss}}
 
 
 def speeds(scale):
     ratio = {"median": scale, "least": scale - 0.1, "greatest": scale + 0.1}
     return {"plain": ratio, "eagle": ratio, "bandwidth_ratio": scale + 0.2}
+
+
+def tops(axis):
+    """Upper ends of the axis's bars, whatever they stand on."""
+    return [bar.get_y() + bar.get_height() for bar in axis.patches]
 
 
 def test_every_figure_is_drawn_from_results_and_again_the_same(root, tmp_path):
@@ -102,7 +107,9 @@ def test_every_figure_is_drawn_from_results_and_again_the_same(root, tmp_path):
 def test_what_is_drawn_is_what_is_on_record(root):
     figure = FIGURES["acceptance"](Results(root))
     bars, suites, languages = figure.axes
-    assert [b.get_height() for b in bars.patches] == [2.0, 1.5, 2.0, 1.5]
+    assert tops(bars) == [2.0, 1.5, 2.0, 1.5]
+    # A bar of a standard error a suite and condition.
+    assert [len(c.get_segments()) for c in bars.collections] == [2, 2]
     labels = bars.get_legend_handles_labels()[1]
     assert {label for label in labels if not label.startswith("theirs: ")} == {
         "ours: greedy",
@@ -110,7 +117,8 @@ def test_what_is_drawn_is_what_is_on_record(root):
     }
     assert len(labels) == 2 + len(published("tau"))
     # The published value of the suite that has one, and nothing for the other.
-    assert bars.lines[0].get_ydata().tolist() == [6.74]
+    theirs = [line for line in bars.lines if line.get_label().startswith("theirs: ")]
+    assert theirs[0].get_ydata().tolist() == [6.74]
     assert [line.get_label() for line in languages.lines] == ["en", "zh"]
     assert suites.lines[0].get_ydata().tolist() == [0.6, 0.4]
 
@@ -126,7 +134,7 @@ def test_what_is_drawn_is_what_is_on_record(root):
     assert steps.lines[0].get_xdata().tolist() == [1.0, 3.0]
     assert len({round(np.ptp(axis.get_ylim()), 6) for axis in (steps, vocab, width)}) == 1
     (ladder,) = FIGURES["rotation"](Results(root)).axes
-    assert [b.get_height() for b in ladder.patches] == [2.0, 1.01]
+    assert tops(ladder) == [2.0, 1.01]
 
 
 def test_a_standard_error_is_that_of_the_rounds():
@@ -141,9 +149,9 @@ def test_what_is_drawn_of_quantised_targets_is_what_is_on_record(root):
     names = ["not rotated", "r1+r2+r4", "kv-int8+r3"]
     assert tau.get_legend_handles_labels()[1] == names
     assert [t.get_text() for t in tau.get_xticklabels()] == ["float", "w8a8"]
-    assert [b.get_height() for b in tau.patches] == [2.0, 1.9, 1.95, 1.5]
+    assert tops(tau) == pytest.approx([2.0, 1.9, 1.95, 1.5])
     assert [round(b.get_x() + b.get_width() / 2) for b in tau.patches] == [0, 1, 1, 1]
-    assert [b.get_height() for b in loss.patches] == [1.7, 1.8, 1.75, 1.76]
+    assert tops(loss) == pytest.approx([1.7, 1.8, 1.75, 1.76])
 
     wide, narrow = FIGURES["outliers"](Results(root)).axes[:2]
     assert [b.get_height() for b in wide.patches] == [0.5, 0.5, 0.01, 0.01]
