@@ -51,8 +51,7 @@ class Draft:
     ``tokens``, ``parent``, ``depth`` [B, N] int32, ``valid`` [B, N] bool. ``parent[:, 0] == 0``; a parent
     has a smaller index than its child; siblings are verified in index order. A valid node's parent is valid.
     ``confidence`` [B, N] f32 or None: the draft's own cumulative probability of each node. ``max_depth`` (D)
-    and ``branching`` (most children of a node) bound every row's tree; ``chain`` says that node i always is
-    the only child of node i-1.
+    bounds every row's tree; ``chain`` says that node i always is the only child of node i-1.
     """
 
     tokens: jax.Array
@@ -62,7 +61,6 @@ class Draft:
     proposal: Proposal
     confidence: jax.Array | None = None
     max_depth: int = pytree.static(default=0)
-    branching: int = pytree.static(default=1)
     chain: bool = pytree.static(default=False)
 
 

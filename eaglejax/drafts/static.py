@@ -89,7 +89,6 @@ def static_draft(
         proposal=proposal,
         confidence=confidence,
         max_depth=tree.depth,
-        branching=tree.branching,
         chain=tree.is_chain,
     )
 

@@ -1,4 +1,4 @@
-"""Greedy speculative decoding in torch: prefill and rounds as ``speculate.round`` runs them.
+"""Greedy speculative decoding in torch: prefill and rounds as ``speculate.rounds`` runs them.
 
 ``TorchRunner`` takes specs and weights as plain data (NumPy arrays or tensors), so it also runs where there
 is no jax. With ``record`` it hands out the intermediate tensors that ``interop.names`` lists.

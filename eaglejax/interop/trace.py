@@ -28,7 +28,7 @@ from eaglejax.speculate.generate import (
     Request,
     check_request,
 )
-from eaglejax.speculate.round import Params, Program, decode_round, prefill_chunk
+from eaglejax.speculate.rounds import Params, Program, decode_round, prefill_chunk
 from eaglejax.tap import watch
 
 

@@ -11,16 +11,17 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from eaglejax.api import decoder_for
-from eaglejax.drafts.base import Bound, Draft, Needs, Observation, Proposer
+from eaglejax.drafts.autoregressive import Autoregressive
+from eaglejax.drafts.base import Bound, Observation, Proposer
 from eaglejax.models.target import Target
-from eaglejax.sampling import Purpose, RowSampling, Sampling, fold, round_keys
-from eaglejax.speculate import round
+from eaglejax.sampling import Purpose, Sampling, fold, round_keys
+from eaglejax.speculate import rounds
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
 
 REPEATS = 15
@@ -28,7 +29,7 @@ REPEATS = 15
 
 _ROUNDS_BEFORE = 2  # rounds before the state is captured: the first one's text is not typical
 
-_jit_round = jax.jit(round.decode_round, static_argnums=0, donate_argnums=2)
+_jit_judge = jax.jit(rounds.judge, static_argnums=0, donate_argnums=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,23 +76,23 @@ def profile(
 
     _run(decoder())
     timed, wall = min((_run(decoder()) for _ in range(3)), key=lambda run: run[1])
-    rounds = timed.results()[0].stats.target_forwards
-    if not rounds:
+    count = timed.results()[0].stats.target_forwards
+    if not count:
         return None
     source = decoder()
-    state, _, _ = round.jit_run_rounds(
+    state, _, _ = rounds.jit_run_rounds(
         source.program, source.params, source.prefill(), jnp.int32(_ROUNDS_BEFORE), most=rounds_a_chunk
     )
     starting, state = _starting(source, state, rounds_a_chunk)
     host = wall - timed.device_seconds + timed.chunks * starting
     propose, verify, observe = _parts(source.program, source.params, state)
     return Profile(
-        rounds=rounds,
-        round_ms=1e3 * wall / rounds,
+        rounds=count,
+        round_ms=1e3 * wall / count,
         propose_ms=1e3 * propose,
         verify_ms=1e3 * verify,
         observe_ms=1e3 * observe,
-        host_ms=1e3 * host / rounds,
+        host_ms=1e3 * host / count,
     )
 
 
@@ -111,20 +112,22 @@ def _clock(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def _starting(decoder: BatchDecoder, state: round.DecodeState, most: int) -> tuple[float, round.DecodeState]:
+def _starting(
+    decoder: BatchDecoder, state: rounds.DecodeState, most: int
+) -> tuple[float, rounds.DecodeState]:
     """Seconds to start a chunk of rounds and be told of its end, from chunks of no rounds; and the state."""
     times = []
     none = jnp.int32(0)
     for _ in range(REPEATS):
         seconds, (state, _, _) = _clock(
-            lambda s=state: round.jit_run_rounds(decoder.program, decoder.params, s, none, most=most)  # type: ignore[misc]
+            lambda s=state: rounds.jit_run_rounds(decoder.program, decoder.params, s, none, most=most)  # type: ignore[misc]
         )
         times.append(seconds)
     return statistics.median(times), state
 
 
 def _parts(
-    program: round.Program, params: round.Params, state: round.DecodeState
+    program: rounds.Program, params: rounds.Params, state: rounds.DecodeState
 ) -> tuple[float, float, float]:
     """Seconds of proposing, of the target's part and of observing; consumes ``state``."""
     proposer = program.proposer
@@ -141,17 +144,21 @@ def _parts(
         )
         observing, memory = _clock(lambda m=memory: observe(params.draft, m, nothing))  # type: ignore[misc]
         times.append((proposing, observing))
-    fixed = dataclasses.replace(program, proposer=cast(Proposer, _Fixed(proposer)))
-    state = dataclasses.replace(state, proposer=draft)
+    # The target's part alone: one who observes nothing is told of it.
+    unobserved, alone = (
+        dataclasses.replace(program, proposer=Autoregressive()),
+        dataclasses.replace(params, draft=None),
+    )
+    state = dataclasses.replace(state, proposer=())
     verifying = []
     for _ in range(REPEATS + 1):
-        seconds, (state, _) = _clock(lambda s=state: _jit_round(fixed, params, s))  # type: ignore[misc]
+        seconds, (state, _) = _clock(lambda s=state: _jit_judge(unobserved, alone, s, draft))  # type: ignore[misc]
         verifying.append(seconds)
     proposing, observing = (statistics.median(column) for column in zip(*times[1:], strict=True))
     return proposing, statistics.median(verifying[1:]), observing
 
 
-def _nothing_seen(program: round.Program, params: round.Params, lengths: jax.Array) -> Observation:
+def _nothing_seen(program: rounds.Program, params: rounds.Params, lengths: jax.Array) -> Observation:
     """A round's observation of no token: as much work, and the memory stays as long as it is."""
     needs, shape = program.proposer.needs, (lengths.shape[0], program.proposer.depth + 1)
     width, dtype = program.config.hidden_size, params.target["norm"].dtype
@@ -164,45 +171,3 @@ def _nothing_seen(program: round.Program, params: round.Params, lengths: jax.Arr
         aux=jnp.zeros((*shape, len(needs.aux), width), dtype) if needs.aux else None,
         hidden=jnp.zeros((*shape, width), dtype) if needs.hidden else None,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fixed:
-    """Proposes its state, a draft that ``like`` made, so that a round with it is the target's part alone.
-
-    It starts no decoding of its own, so it has no ``init``.
-    """
-
-    like: Proposer
-
-    @property
-    def nodes(self) -> int:
-        return self.like.nodes
-
-    @property
-    def depth(self) -> int:
-        return self.like.depth
-
-    @property
-    def chain(self) -> bool:
-        return self.like.chain
-
-    @property
-    def needs(self) -> Needs:
-        return self.like.needs
-
-    def observe(self, params: Any, state: Draft, seen: Observation) -> Draft:
-        del params, seen
-        return state
-
-    def propose(
-        self,
-        params: Any,
-        state: Draft,
-        root: jax.Array,
-        lengths: jax.Array,
-        rows: RowSampling,
-        keys: jax.Array,
-    ) -> tuple[Draft, Draft]:
-        del params, root, lengths, rows, keys
-        return state, state

@@ -21,7 +21,7 @@ from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
 from eaglejax.nn.kv_format import KVFormat, kv_format
 from eaglejax.sampling import Sampling
-from eaglejax.speculate import metrics, round
+from eaglejax.speculate import metrics, rounds
 from eaglejax.speculate.stops import TextStream
 
 ROUNDS_A_CHUNK = 16
@@ -192,11 +192,11 @@ class _Row:
     def result(self, eos: frozenset[int], depth: int) -> Generation:
         """The row's Generation; a stop string's tokens leave ids, log-probabilities and statistics."""
         keep = self.text.kept_tokens() if self.stopped and self.text else len(self.tokens)
-        rounds, left = [], keep - min(self.first_tokens, keep)
+        judged, left = [], keep - min(self.first_tokens, keep)
         for r in self.rounds:
             count = min(r.count, left)
             left -= count
-            rounds.append(dataclasses.replace(r, count=count, accepted=min(r.accepted, count)))
+            judged.append(dataclasses.replace(r, count=count, accepted=min(r.accepted, count)))
         tokens = self.tokens[:keep]
         if self.error:
             reason = "error"
@@ -210,7 +210,7 @@ class _Row:
             finish_reason=reason,
             logprobs=None if self.logprobs is None else self.logprobs[:keep],
             stats=metrics.from_rounds(
-                rounds,
+                judged,
                 depth=depth,
                 first_tokens=min(self.first_tokens, keep),
                 seconds=self.seconds,
@@ -244,8 +244,8 @@ class BatchDecoder:
         if not 0 < len(requests) <= self._batch:
             raise EaglejaxError(f"a batch of {self._batch} rows cannot hold {len(requests)} requests")
         self._target = target
-        self.program = round.Program(target.config, proposer, options.method, options.logprobs)
-        self.params = round.Params(target.params, draft_params)
+        self.program = rounds.Program(target.config, proposer, options.method, options.logprobs)
+        self.params = rounds.Params(target.params, draft_params)
         self._requests = list(requests)
         self._eos = frozenset() if options.ignore_eos else frozenset(target.eos_ids)
         self._rounds_a_chunk = options.rounds_a_chunk
@@ -273,7 +273,7 @@ class BatchDecoder:
             while not self._finished:
                 begin = time.perf_counter()
                 state, records, ran = jax.block_until_ready(
-                    round.jit_run_rounds(self.program, self.params, state, limit, most=self._rounds_a_chunk)
+                    rounds.jit_run_rounds(self.program, self.params, state, limit, most=self._rounds_a_chunk)
                 )
                 self.device_seconds += time.perf_counter() - begin
                 self.chunks += 1
@@ -288,7 +288,7 @@ class BatchDecoder:
         """One Generation a request; call after iteration."""
         return [row.result(self._eos, self.program.proposer.depth) for row in self._rows]
 
-    def start(self) -> round.DecodeState:
+    def start(self) -> rounds.DecodeState:
         """The state before any prompt token is read."""
         pad = self._batch - len(self._requests)
         prompts = [list(r.prompt) for r in self._requests] + [[]] * pad
@@ -297,7 +297,7 @@ class BatchDecoder:
             self._target.config.vocab_size,
             prompts,
         )
-        return round.jit_init_state(
+        return rounds.jit_init_state(
             self.program,
             self.params,
             rows,
@@ -309,7 +309,7 @@ class BatchDecoder:
         )
 
     def chunks_of_prompts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-        """What ``round.prefill_chunk`` takes, chunk by chunk: tokens, following, count, last."""
+        """What ``rounds.prefill_chunk`` takes, chunk by chunk: tokens, following, count, last."""
         width, lengths = self._width, np.zeros(self._batch, np.int64)
         lengths[: len(self._requests)] = [len(r.prompt) for r in self._requests]
         longest = int(lengths.max())
@@ -325,25 +325,25 @@ class BatchDecoder:
                 (count > 0) & (lengths <= begin + width),
             )
 
-    def prefill(self) -> round.DecodeState:
+    def prefill(self) -> rounds.DecodeState:
         """Run the prompts through target and proposer and book the first tokens: the state before any
         round."""
         state = self.start()
         for chunk in self.chunks_of_prompts():
-            state, record = round.jit_prefill_chunk(self.program, self.params, state, *jax.device_put(chunk))
+            state, record = rounds.jit_prefill_chunk(self.program, self.params, state, *jax.device_put(chunk))
             record, done = jax.device_get((record, state.done))
             self._book(record, done, first=True)
         self._finished = bool(done.all())
         return self._halt_stopped(state, done)
 
-    def _read(self, state: round.DecodeState, records: round.Record, ran: jax.Array) -> round.DecodeState:
+    def _read(self, state: rounds.DecodeState, records: rounds.Record, ran: jax.Array) -> rounds.DecodeState:
         records, ran, done = jax.device_get((records, ran, state.done))
         for i in range(int(ran)):
             self._book(jax.tree.map(lambda x, i=i: x[i], records), done, first=False)
         self._finished = bool(done.all())
         return self._halt_stopped(state, done)
 
-    def _halt_stopped(self, state: round.DecodeState, done: np.ndarray) -> round.DecodeState:
+    def _halt_stopped(self, state: rounds.DecodeState, done: np.ndarray) -> rounds.DecodeState:
         """Tell the device about rows that a stop string ended."""
         halt = done.copy()
         for b, row in enumerate(self._rows):
@@ -351,7 +351,7 @@ class BatchDecoder:
         self._finished = bool(halt.all())
         return state if (halt == done).all() else dataclasses.replace(state, done=jax.device_put(halt))
 
-    def _book(self, record: round.Record, done: np.ndarray, *, first: bool) -> None:
+    def _book(self, record: rounds.Record, done: np.ndarray, *, first: bool) -> None:
         now = time.perf_counter() - self._start
         for b, row in enumerate(self._rows):
             if row.stopped or row.error:
@@ -371,7 +371,7 @@ class BatchDecoder:
                 yield piece
 
 
-def _book_row(row: _Row, record: round.Record, now: float, *, first: bool) -> None:
+def _book_row(row: _Row, record: rounds.Record, now: float, *, first: bool) -> None:
     """Add one row's ``record`` to its books."""
     count = int(record.count)
     logprobs = None if record.logprobs is None else np.asarray(record.logprobs)[:count].tolist()

@@ -20,7 +20,7 @@ from eaglejax.nn.attention import attend
 from eaglejax.nn.attention_implementations import MOST_ROWS
 from eaglejax.nn.rope import RopeConfig
 from eaglejax.sampling import Sampling
-from eaglejax.speculate import round
+from eaglejax.speculate import rounds
 
 CONFIG = ModelConfig(
     family="llama",
@@ -40,11 +40,11 @@ CONFIG = ModelConfig(
 def a_round(kernel, *, batch=2, capacity=256):
     """A bfloat16 decode round with a chain of seven guesses, and the shapes of its arguments."""
     config = dataclasses.replace(CONFIG, attention=Attention("pallas", kernel, interpret=False))
-    program = round.Program(config, NGram(length=7))
-    params = round.Params(pytree.abstract(decoder.param_table(config, jnp.bfloat16)))
+    program = rounds.Program(config, NGram(length=7))
+    params = rounds.Params(pytree.abstract(decoder.param_table(config, jnp.bfloat16)))
     rows = sampling.rows([Sampling(seed=0)] * batch, config.vocab_size, [[1]] * batch)
     state = jax.eval_shape(
-        functools.partial(round.init_state, program, capacity=capacity, cache_dtype=jnp.dtype("bfloat16")),
+        functools.partial(rounds.init_state, program, capacity=capacity, cache_dtype=jnp.dtype("bfloat16")),
         params,
         rows,
         budget=jnp.full((batch,), 9, jnp.int32),
@@ -57,7 +57,7 @@ def a_round(kernel, *, batch=2, capacity=256):
     def run(params, state):
         keys = jax.random.wrap_key_data(state.rows.keys)
         state = dataclasses.replace(state, rows=dataclasses.replace(state.rows, keys=keys))
-        state, record = round.decode_round(program, params, state)
+        state, record = rounds.decode_round(program, params, state)
         keys = jax.random.key_data(state.rows.keys)
         return dataclasses.replace(state, rows=dataclasses.replace(state.rows, keys=keys)), record
 

@@ -29,8 +29,8 @@ from eaglejax.interop.names import parse
 from eaglejax.interop.portable import write_sources
 from eaglejax.interop.runner import TorchRunner
 from eaglejax.interop.specs import to_dict
-from eaglejax.speculate import round as rounds
-from eaglejax.speculate.round import Params, Program
+from eaglejax.speculate import rounds
+from eaglejax.speculate.rounds import Params, Program
 from eaglejax.speculate.verify import verify
 
 PROMPTS = ([3, 5, 7, 2], [1, 9, 4, 4, 8, 10, 11], [2])

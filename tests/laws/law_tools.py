@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from eaglejax import sampling
 from eaglejax.drafts.base import Draft, Proposal
@@ -32,7 +31,6 @@ def tree(tokens, parent: Sequence[int], *, q=None, ids=None, replacement=False, 
         valid=jnp.ones(tokens.shape, bool) if valid is None else jnp.asarray(valid),
         proposal=Proposal(q=q, ids=ids, replacement=replacement),
         max_depth=max(deep),
-        branching=max(np.bincount(parent[1:])) if len(parent) > 1 else 0,
         chain=list(parent[1:]) == list(range(len(parent) - 1)),
     )
 

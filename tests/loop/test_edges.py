@@ -23,7 +23,7 @@ from loop_tools import (
 
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.sampling import Sampling
-from eaglejax.speculate import round
+from eaglejax.speculate import rounds
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request, check_request
 
 BAN = float("-inf")
@@ -126,7 +126,7 @@ def test_a_token_that_the_target_cannot_compute(monkeypatch: pytest.MonkeyPatch)
     limit = 8
     seen = [set(p) | set(a[:limit]) for p, a in zip(prompts(), answers, strict=True)]
     token = next(t for t in range(VOCAB) if t in answers[0][2 : limit - 1] and t not in seen[1] | seen[2])
-    monkeypatch.setattr(round.decoder, "forward", Faulty(round.decoder.forward, token))
+    monkeypatch.setattr(rounds.decoder, "forward", Faulty(rounds.decoder.forward, token))
     # Another configuration, for another compilation than the sound decoder's.
     target = dataclasses.replace(tiny_target(), config=tiny_config(max_position=CONTEXT + 1))
     proposer = CASES["wide"].proposer

@@ -20,7 +20,7 @@ from eaglejax.drafts.ngram import NGram
 from eaglejax.drafts.scripted import Scripted, ScriptedLaw
 from eaglejax.drafts.tree import chain, from_choices
 from eaglejax.sampling import Sampling
-from eaglejax.speculate import round
+from eaglejax.speculate import rounds
 
 V = 5
 TOKENS = 3
@@ -83,13 +83,13 @@ def exact_joint(how: Sampling) -> np.ndarray:
 
 def sample(proposer: Any, draft_params: Any, how: Sampling, method: str) -> tuple[np.ndarray, np.ndarray]:
     """Answers [TRIALS, 3] and accepted drafts [TRIALS] of rows that are each decoded as a batch of one."""
-    program = round.Program(CONFIG, proposer, method)
-    params = round.Params(weights(), draft_params)
+    program = rounds.Program(CONFIG, proposer, method)
+    params = rounds.Params(weights(), draft_params)
     rows = sampling.rows([how], V, [PROMPT])
     prompt = jnp.asarray([PROMPT], jnp.int32)
 
     def one(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        state = round.init_state(
+        state = rounds.init_state(
             program,
             params,
             rows.replace(keys=key[None]),
@@ -99,13 +99,13 @@ def sample(proposer: Any, draft_params: Any, how: Sampling, method: str) -> tupl
             cache_dtype=np.dtype("float32"),
         )
         size = jnp.asarray([len(PROMPT)], jnp.int32)
-        state, first = round.prefill_chunk(program, params, state, prompt, prompt, size, jnp.asarray([True]))
+        state, first = rounds.prefill_chunk(program, params, state, prompt, prompt, size, jnp.asarray([True]))
         answer = jnp.zeros((TOKENS + proposer.nodes,), jnp.int32).at[0].set(first.tokens[0, 0])
 
         def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
             state, answer = carry
             at = state.emitted[0]
-            state, record = round.decode_round(program, params, state)
+            state, record = rounds.decode_round(program, params, state)
             moved = jax.lax.dynamic_update_slice(answer, record.tokens[0], (at,))
             return (state, jnp.where(record.count[0] > 0, moved, answer)), record.accepted[0]
 

@@ -20,16 +20,16 @@ from loop_tools import (
 )
 from test_state import start
 
-from eaglejax.speculate import round
+from eaglejax.speculate import rounds
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
 
 
 def test_one_program_for_every_acceptance_length_and_text() -> None:
     case, texts = CASES["mixed"], greedy_texts(prompts())
     decode(case.proposer, case.params(texts), prompts())
-    programs = [round.jit_init_state, round.jit_prefill_chunk, round.jit_run_rounds]
+    programs = [rounds.jit_init_state, rounds.jit_prefill_chunk, rounds.jit_run_rounds]
     before = [p._cache_size() for p in programs]
-    rounds = 0
+    forwards = 0
     for turn in range(3):
         for eos in ((texts[0][9], 1000), (1000, 1001)):
             for limit in (3, CONTEXT):
@@ -40,8 +40,8 @@ def test_one_program_for_every_acceptance_length_and_text() -> None:
                     eos=eos,
                     limits=[CONTEXT, limit, 1],
                 )
-                rounds += sum(r.stats.target_forwards for r in results)
-    assert rounds >= 50
+                forwards += sum(r.stats.target_forwards for r in results)
+    assert forwards >= 50
     assert [p._cache_size() for p in programs] == before
 
 
@@ -64,12 +64,12 @@ def test_rounds_touch_the_host_only_where_they_say_so() -> None:
 
 def test_the_caches_are_donated() -> None:
     case, target = CASES["draft_model"], tiny_target()
-    program = round.Program(target.config, case.proposer)
-    params = round.Params(target.params, case.params(greedy_texts(prompts()), turn=1))
+    program = rounds.Program(target.config, case.proposer)
+    params = rounds.Params(target.params, case.params(greedy_texts(prompts()), turn=1))
     state = start(program, params)
     old = [*state.cache.k, *state.cache.v, *state.proposer.cache.k]
     places = {x.unsafe_buffer_pointer() for x in old}
-    state, _, _ = round.jit_run_rounds(program, params, state, jax.device_put(np.int32(2)), most=4)
+    state, _, _ = rounds.jit_run_rounds(program, params, state, jax.device_put(np.int32(2)), most=4)
     assert all(x.is_deleted() for x in old)
     # Rewritten in place rather than into new memory.
     new = [*state.cache.k, *state.cache.v, *state.proposer.cache.k]

@@ -27,14 +27,14 @@ from loop_tools import (
 from eaglejax import sampling
 from eaglejax.drafts.draft_model.proposer import DraftModelState
 from eaglejax.drafts.prediction import PredictionState
-from eaglejax.speculate import round
+from eaglejax.speculate import rounds
 
 
-def start(program: round.Program, params: round.Params) -> round.DecodeState:
+def start(program: rounds.Program, params: rounds.Params) -> rounds.DecodeState:
     """The state after the prompts, in the shapes that the other tests compile for."""
     rows = sampling.rows([GREEDY] * BATCH, VOCAB, prompts())
     lengths = np.asarray([len(p) for p in prompts()])
-    state = round.jit_init_state(
+    state = rounds.jit_init_state(
         program,
         params,
         rows,
@@ -46,7 +46,7 @@ def start(program: round.Program, params: round.Params) -> round.DecodeState:
     text = pad(prompts(), CONTEXT + 1)
     for begin in range(0, max(lengths), WIDTH):
         count = np.clip(lengths - begin, 0, WIDTH).astype(np.int32)
-        state, _ = round.jit_prefill_chunk(
+        state, _ = rounds.jit_prefill_chunk(
             program,
             params,
             state,
@@ -69,8 +69,8 @@ def assert_cache_is(cache: Any, lengths: np.ndarray, reference: Any) -> None:
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_every_round_leaves_the_state_of_the_committed_text(name: str, turn: int) -> None:
     case, target, texts = CASES[name], tiny_target(), greedy_texts(prompts())
-    program = round.Program(target.config, case.proposer)
-    params = round.Params(target.params, case.params(texts, turn=turn))
+    program = rounds.Program(target.config, case.proposer)
+    params = rounds.Params(target.params, case.params(texts, turn=turn))
     reference = full_forward(target.params, target.config, pad(texts))[1]
     state = start(program, params)
     lengths = np.asarray([len(p) for p in prompts()])
@@ -91,7 +91,7 @@ def test_every_round_leaves_the_state_of_the_committed_text(name: str, turn: int
             )
             for row, length in enumerate(lengths):
                 assert np.asarray(history)[row, :length].tolist() == list(texts[row][:length])
-        state, records, ran = round.jit_run_rounds(
+        state, records, ran = rounds.jit_run_rounds(
             program, params, state, jax.device_put(np.int32(1)), most=4
         )
         assert int(ran) == 1
@@ -102,15 +102,15 @@ def test_every_round_leaves_the_state_of_the_committed_text(name: str, turn: int
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_a_script_is_followed_to_the_letter(name: str, turn: int) -> None:
     case, target, texts = CASES[name], tiny_target(), greedy_texts(prompts())
-    program = round.Program(target.config, case.proposer)
+    program = rounds.Program(target.config, case.proposer)
     script = case.params(texts, turn=turn)
-    params = round.Params(target.params, script)
+    params = rounds.Params(target.params, script)
     state = start(program, params)
     depths = np.asarray(case.proposer.tree.depths)
     goal = depths[np.asarray(script.goal)]
     for turn_of_row in range(6):
         left = np.asarray(state.budget - state.emitted)
-        state, records, _ = round.jit_run_rounds(program, params, state, jax.device_put(np.int32(1)), most=4)
+        state, records, _ = rounds.jit_run_rounds(program, params, state, jax.device_put(np.int32(1)), most=4)
         accepted = np.asarray(records.accepted)[0]
         assert accepted.tolist() == np.minimum(goal[:, turn_of_row], left).tolist()
         drafted = [(depths[1:] <= n).sum() for n in left]
@@ -121,17 +121,17 @@ def test_a_script_is_followed_to_the_letter(name: str, turn: int) -> None:
 def test_a_row_that_ends_inside_a_block_keeps_the_state_of_its_text(name: str) -> None:
     """Every draft is right, row 0 ends in the middle of its second round, and the others go on without it."""
     case, target, texts = CASES[name], tiny_target(), greedy_texts(prompts())
-    program = round.Program(target.config, case.proposer)
+    program = rounds.Program(target.config, case.proposer)
     draft = case.params(texts, turn=0)
     if name != "draft_model":
         draft = case.proposer.script(pad(texts).tolist(), [case.proposer.depth])
-    params = round.Params(target.params, draft)
+    params = rounds.Params(target.params, draft)
     size = len(prompts()[0]) + 1 + (case.proposer.depth + 1) + 1
     state = start(program, params)
     state = state.replace(budget=state.budget.at[0].set(size - len(prompts()[0])))
     reference = full_forward(target.params, target.config, pad(texts))[1]
     for _ in range(4):
-        state, _, _ = round.jit_run_rounds(program, params, state, jax.device_put(np.int32(1)), most=4)
+        state, _, _ = rounds.jit_run_rounds(program, params, state, jax.device_put(np.int32(1)), most=4)
     assert np.asarray(state.done).tolist() == [True, False, False]
     lengths = np.asarray(state.cache.lengths)
     assert lengths[0] == size - 1
@@ -144,9 +144,9 @@ def test_a_row_that_ends_inside_a_block_keeps_the_state_of_its_text(name: str) -
 
 def test_a_model_that_drafts_for_itself_is_always_accepted() -> None:
     case, target, texts = CASES["draft_model"], tiny_target(), greedy_texts(prompts())
-    program = round.Program(target.config, case.proposer)
-    params = round.Params(target.params, case.params(texts, turn=0))
-    _, records, ran = round.jit_run_rounds(
+    program = rounds.Program(target.config, case.proposer)
+    params = rounds.Params(target.params, case.params(texts, turn=0))
+    _, records, ran = rounds.jit_run_rounds(
         program, params, start(program, params), jax.device_put(np.int32(4)), most=4
     )
     assert int(ran) == 4

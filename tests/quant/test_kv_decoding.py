@@ -40,7 +40,7 @@ from eaglejax.nn import kv_codec
 from eaglejax.nn.cache import CacheScales, KVCache, commit
 from eaglejax.nn.kv_format import FORMATS, KVFormat
 from eaglejax.quant.kv import calibrate_cache
-from eaglejax.speculate import round
+from eaglejax.speculate import rounds
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
@@ -76,10 +76,10 @@ def greedy_texts(form: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, texts))
 
 
-def start(program: round.Program, params: round.Params, form: str, scales: CacheScales | None) -> Any:
+def start(program: rounds.Program, params: rounds.Params, form: str, scales: CacheScales | None) -> Any:
     """The state after the prompts."""
     lengths = np.asarray([len(p) for p in prompts()])
-    state = round.jit_init_state(
+    state = rounds.jit_init_state(
         program,
         params,
         sampling.rows([GREEDY] * BATCH, VOCAB, prompts()),
@@ -94,7 +94,7 @@ def start(program: round.Program, params: round.Params, form: str, scales: Cache
         count = np.clip(lengths - begin, 0, WIDTH).astype(np.int32)
         parts = (text[:, begin : begin + WIDTH], text[:, begin + 1 : begin + WIDTH + 1], count)
         last = jnp.asarray((count > 0) & (lengths <= begin + WIDTH))
-        state, _ = round.jit_prefill_chunk(program, params, state, *map(jnp.asarray, parts), last)
+        state, _ = rounds.jit_prefill_chunk(program, params, state, *map(jnp.asarray, parts), last)
     return state
 
 
@@ -125,18 +125,18 @@ LOOPS = FAST + [
 def test_rounds_give_sequential_tokens_and_the_state_of_their_text(form: str, case: Case) -> None:
     """Laws 1 and 4, and one program for every acceptance length."""
     target, texts = target_of(form), greedy_texts(form)
-    program = round.Program(target.config, case.proposer)
+    program = rounds.Program(target.config, case.proposer)
     reference = full_forward(target.params, target.config, pad(texts), form, target.cache_scales)[1]
     sizes, accepted = [], []
     for turn in (0, 1):
-        params = round.Params(target.params, case.params(texts, turn=turn))
+        params = rounds.Params(target.params, case.params(texts, turn=turn))
         state = start(program, params, form, target.cache_scales)
         lengths = np.asarray([len(p) for p in prompts()])
         for _ in range(7):
             assert np.asarray(state.cache.lengths).tolist() == lengths.tolist()
             assert np.asarray(state.root).tolist() == [t[n] for t, n in zip(texts, lengths, strict=True)]
             assert_cache_is(state.cache, lengths, reference)
-            state, records, _ = round.jit_run_rounds(
+            state, records, _ = rounds.jit_run_rounds(
                 program, params, state, jax.device_put(np.int32(1)), most=4
             )
             count = np.asarray(records.count)[0]
@@ -147,7 +147,7 @@ def test_rounds_give_sequential_tokens_and_the_state_of_their_text(form: str, ca
                 )
             accepted += np.asarray(records.accepted)[0].tolist()
             lengths = lengths + count
-        sizes.append(round.jit_run_rounds._cache_size())
+        sizes.append(rounds.jit_run_rounds._cache_size())
     assert len(set(accepted)) > 1
     assert sizes[0] == sizes[1]
 

@@ -215,7 +215,6 @@ class Eagle:
             proposal=Proposal(),
             confidence=with_root(confidence, 1.0),
             max_depth=self.depth,
-            branching=k,
             chain=tree.is_chain,
         )
         return draft, grower.cache

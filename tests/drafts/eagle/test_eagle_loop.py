@@ -32,7 +32,7 @@ from eaglejax.drafts.tree import chain, from_choices
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
-from eaglejax.speculate import round as rounds
+from eaglejax.speculate import rounds
 
 CHOICES = from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7], [(7 * i) % 24 for i in range(19)])

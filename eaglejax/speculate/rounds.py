@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree, sampling
-from eaglejax.drafts.base import Observation, Proposer
+from eaglejax.drafts.base import Draft, Observation, Proposer
 from eaglejax.drafts.tree import ancestors
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
@@ -211,18 +211,30 @@ def prefill_chunk(
 
 def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[DecodeState, Record]:
     """Propose, verify and commit once for every row that is not done."""
+    draft, memory = propose(program, params, state)
+    return judge(program, params, dataclasses.replace(state, proposer=memory), draft)
+
+
+def propose(program: Program, params: Params, state: DecodeState) -> tuple[Draft, Any]:
+    """What the proposer guesses next, and the proposer's state after that."""
+    lengths, rows = state.cache.lengths, state.rows
+    keys = sampling.fold(sampling.round_keys(rows, lengths), Purpose.DRAFT)
+    with scope("draft"):
+        return program.proposer.propose(params.draft, state.proposer, state.root, lengths, rows, keys)
+
+
+def judge(program: Program, params: Params, state: DecodeState, draft: Draft) -> tuple[DecodeState, Record]:
+    """Verify ``draft``, whoever made it, and commit what is accepted; the proposer observes that.
+
+    The draft's shape is its own: it need not be the proposer's. Its node 0 holds ``state.root``.
+    """
     config, proposer = program.config, program.proposer
     lengths, rows = state.cache.lengths, state.rows
     keys = sampling.round_keys(rows, lengths)
-
-    with scope("draft"):
-        draft, proposer_state = proposer.propose(
-            params.draft, state.proposer, state.root, lengths, rows, sampling.fold(keys, Purpose.DRAFT)
-        )
     # A draft that could not be emitted is no draft: it would sit past the context's end and count in no
     # metric.
     left = jnp.where(state.done, 0, state.budget - state.emitted)
-    root_only = jnp.arange(proposer.nodes) == 0
+    root_only = jnp.arange(draft.tokens.shape[1]) == 0
     draft = dataclasses.replace(draft, valid=draft.valid & (draft.depth <= left[:, None]) | root_only)
     _tap_fields("draft/tree", draft, "tokens", "parent", "depth", "valid", "confidence")
 
@@ -271,14 +283,14 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
     )
     _tap_fields("verify", record, "tokens", "count")
     with scope("draft/observe"):
-        proposer_state = proposer.observe(params.draft, proposer_state, seen)
+        memory = proposer.observe(params.draft, state.proposer, seen)
     newest = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
     state = dataclasses.replace(
         state,
         # Rows keep as many cached tokens as they emitted, so that the cache is the committed text but its
         # last token even where an end cuts the path; a row that was done moves by none.
-        cache=commit(out.cache, path, kept - 1, chain=proposer.chain),
-        proposer=proposer_state,
+        cache=commit(out.cache, path, kept - 1, chain=draft.chain),
+        proposer=memory,
         rows=sampling.count_tokens(rows, tokens, kept),
         root=jnp.where(kept > 0, newest, state.root),
         emitted=state.emitted + kept,
