@@ -31,6 +31,13 @@ SMALL = 4096
 """Vocabularies below this are filtered all laws at once on any device."""
 
 
+MOST_BIAS = 1e9
+"""Largest size of a number in ``logit_bias``; ``-inf`` bans a token."""
+
+MOST_PENALTY = 1000.0
+"""Largest size of a presence or frequency penalty, and of a repetition penalty and its inverse."""
+
+
 class Purpose(enum.IntEnum):
     """What a key is for; folded into a round's key so that no two purposes share draws."""
 
@@ -53,11 +60,12 @@ class Sampling:
 
     ``temperature`` 0 is greedy: the lowest id among the largest processed logits, whatever the filters say.
     ``top_k`` 0 or None, ``top_p`` 1 and ``min_p`` 0 are off; a ``top_k`` past the vocabulary is off too.
-    ``min_p`` is relative to the largest probability. ``repetition_penalty`` divides positive and multiplies
-    negative logits of every token in the prompt or the text so far (CTRL, arXiv:1909.05858);
-    ``presence_penalty`` and ``frequency_penalty`` are subtracted from generated tokens once, or once an
-    occurrence. ``logit_bias`` maps a token id to a number added to its logit (``-inf`` bans it). ``seed``
-    None: a fresh one for every run.
+    ``min_p`` is relative to the largest probability. ``repetition_penalty`` (0.001 to 1000) divides positive
+    and multiplies negative logits of every token in the prompt or the text so far (CTRL, arXiv:1909.05858);
+    ``presence_penalty`` and ``frequency_penalty`` (-1000 to 1000) are subtracted from generated tokens once,
+    or once an occurrence. ``logit_bias`` maps a token id to a number (-1e9 to 1e9) added to its logit
+    (``-inf`` bans it). Beyond these ranges, far wider than use, logits would overflow or lose themselves in
+    subnormal numbers, which programs round differently. ``seed`` None: a fresh one for every run.
     """
 
     temperature: float = 0.0
@@ -80,11 +88,11 @@ class Sampling:
         if self.top_p <= 0.0:
             raise ConfigError(f"top_p={self.top_p!r} keeps no token; it must be above 0 and at most 1 (off)")
         _number("min_p", self.min_p, 0.0, 1.0, "a number from 0 (off) to 1")
-        _number("repetition_penalty", self.repetition_penalty, 0.0, big, "a finite number above 0 (1 is off)")
-        if self.repetition_penalty <= 0.0:
-            raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} must be above 0 (1 is off)")
+        least, most = 1 / MOST_PENALTY, MOST_PENALTY
+        allowed = f"a number from {least:g} to {most:g} (1 is off)"
+        _number("repetition_penalty", self.repetition_penalty, least, most, allowed)
         for name in ("presence_penalty", "frequency_penalty"):
-            _number(name, getattr(self, name), -big, big, "a finite number (0 is off)")
+            _number(name, getattr(self, name), -most, most, f"a number from {-most:g} to {most:g} (0 is off)")
         if self.seed is not None:
             _number("seed", self.seed, 0, 2**64 - 1, "None or a whole number from 0 to 2**64 - 1", whole=True)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
@@ -112,8 +120,10 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...] | None:
         _number(
             "logit_bias token", token, 0, 2**31 - 1, "a token id, a whole number of 0 or more", whole=True
         )
-        big = float(np.finfo(np.float32).max)
-        _number(f"logit_bias[{token}]", value, -math.inf, big, "a finite number, or -inf to ban the token")
+        allowed = f"a number from {-MOST_BIAS:g} to {MOST_BIAS:g}, or -inf to ban the token"
+        _number(f"logit_bias[{token}]", value, -math.inf, MOST_BIAS, allowed)
+        if -math.inf < value < -MOST_BIAS:
+            raise ConfigError(f"logit_bias[{token}]={value!r} cannot be; it must be {allowed}")
     return tuple(sorted((int(token), float(value)) for token, value in pairs))
 
 
@@ -234,8 +244,11 @@ def _penalise(logits: jax.Array, count: jax.Array, in_prompt: jax.Array, rows: R
     repetition = _spread(rows.repetition, logits)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(in_prompt | (count > 0), repeated, logits)
+    # Each step is rounded by itself: a compiler that merged a product into the subtraction in one program and
+    # not in another would part plain and speculative decoding.
     presence = jnp.where(count > 0, _spread(rows.presence, logits), 0.0)
-    return logits - presence - _spread(rows.frequency, logits) * count
+    frequency = jnp.where(count > 0, _spread(rows.frequency, logits) * count, 0.0)
+    return logits - presence - frequency
 
 
 def process(
@@ -462,9 +475,15 @@ def draw(weights: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def uniforms(keys: jax.Array, count: int) -> jax.Array:
-    """[...] keys -> [..., count] f32 in [0, 1)."""
-    flat = jax.vmap(lambda key: jax.random.uniform(key, (count,), jnp.float32))(keys.reshape(-1))
-    return flat.reshape(*keys.shape, count)
+    """[...] keys -> [..., count] f32, uniform over the open interval (0, 1).
+
+    Two draws each: one f32 uniform is a multiple of 2**-23, so that its 0 would pass for chances of 1e-31.
+    """
+    flat = jax.vmap(lambda key: jax.random.uniform(key, (2 * count,), jnp.float32))(keys.reshape(-1))
+    coarse, fine = flat[:, :count], flat[:, count:]
+    # In the middle of a step of the finer grid, and never rounded up to 1.
+    both = jnp.minimum(coarse + (fine + 2.0**-24) * 2.0**-23, 1.0 - 2.0**-24)
+    return both.reshape(*keys.shape, count)
 
 
 def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:

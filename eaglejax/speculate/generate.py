@@ -359,16 +359,24 @@ class BatchDecoder:
             if record.count[b]:
                 _book_row(row, jax.tree.map(lambda x, b=b: x[b], record), now, first=first)
             if not record.finite[b] and not row.stopped:
-                row.error = (
-                    f"the target's logits became NaN or infinite after {len(row.tokens)} tokens; "
-                    "its weights or dtype overflow (float16 is prone to it: try bfloat16 or float32)"
-                )
+                row.error = _no_law(len(row.tokens), row.request.sampling)
 
     def _pieces(self) -> Iterator[Piece]:
         for index, row in enumerate(self._rows):
             piece = row.piece(index, final=False)
             if piece:
                 yield piece
+
+
+def _no_law(tokens: int, settings: Sampling) -> str:
+    """Why a row ends after ``tokens`` tokens without a law for the next."""
+    text = (
+        f"the target's logits became NaN or infinite after {tokens} tokens; its weights or dtype overflow "
+        "(float16 is prone to it: try bfloat16 or float32)"
+    )
+    if settings.logit_bias or settings.penalised:
+        text += ", or logit_bias and penalties leave no token: try without them"
+    return text
 
 
 def _book_row(row: _Row, record: rounds.Record, now: float, *, first: bool) -> None:

@@ -136,6 +136,12 @@ def _tap_fields(where: str, of: Any, *fields: str) -> None:
             tap(field, getattr(of, field))
 
 
+def _has_law(logits: jax.Array, processed: jax.Array) -> jax.Array:
+    """Where [B, M] ``logits`` [B, M, V] and what bias and penalties made of them have a finite peak: NaN and
+    +inf have no law, and neither have tokens that are all banned."""
+    return jnp.isfinite(logits.max(-1)) & jnp.isfinite(processed.max(-1))
+
+
 def prefill_chunk(
     program: Program,
     params: Params,
@@ -183,7 +189,7 @@ def prefill_chunk(
     )
     # The cache holds zeros for a token whose keys were not finite, so that no later chunk would notice.
     computed = (jnp.isfinite(out.hidden).all(-1) | ~real).all(1)
-    finite = computed & (jnp.isfinite(logits.max(-1))[:, 0] | (kept == 0))
+    finite = computed & (_has_law(logits, processed)[:, 0] | (kept == 0))
     kept = jnp.where(finite, kept, 0)
     record = Record(
         tokens=first[:, None],
@@ -256,7 +262,7 @@ def judge(program: Program, params: Params, state: DecodeState, draft: Draft) ->
     kept, ended = _keep(state, tokens, accepted + 1)
     # Only nodes that yield a kept token count: a refused draft may be one that the target cannot compute. The
     # tokens before a node that has no law are the text's last.
-    sound = jnp.take_along_axis(jnp.isfinite(logits.max(-1)), path, axis=1)
+    sound = jnp.take_along_axis(_has_law(logits, processed), path, axis=1)
     computed = jnp.cumprod(sound, axis=1).sum(1)
     finite = computed >= kept
     kept = jnp.minimum(kept, computed)

@@ -15,7 +15,7 @@ the earlier ones.
 Block verification (Sun et al., arXiv:2403.10444, Algorithm 2) decides on a chain's tokens jointly, and
 accepts at least as many in expectation.
 
-Numbers: a uniform u in [0, 1) accepts when u < ratio, strictly, so a token of probability zero never
+Numbers: a uniform u in (0, 1) accepts when u < ratio, strictly, so a token of probability zero never
 passes. When a residual has no mass left (p == q up to rounding, where a refusal has probability zero in
 exact arithmetic) p itself is drawn from.
 """

@@ -227,6 +227,24 @@ def test_drafts_of_probability_zero_never_pass(monkeypatch):
         assert (verdict.next_token > 0).all()
 
 
+def test_drafts_of_almost_no_chance_do_not_pass_on_a_draw_of_zero(monkeypatch):
+    """A chance of 1e-31 is not that of a 23-bit number to be 0, which is 1e-7."""
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape, dtype: jnp.zeros(shape, dtype))
+    rows = tile([Sampling(temperature=1.0)], 4, 3, seed=0)
+    q = jnp.full((4, 3, 3), 1 / 3)
+    for draft, method in (
+        (tree(np.zeros((4, 3)), (0, 0, 1)), "token"),
+        (tree(np.zeros((4, 3)), (0, 0, 0)), "token"),
+        (tree(np.zeros((4, 3)), (0, 0, 1), q=q), "token"),
+        (tree(np.zeros((4, 3)), (0, 0, 0), q=q), "token"),
+        (tree(np.zeros((4, 3)), (0, 0, 1), q=q), "block"),
+        (tree(np.zeros((4, 3)), (0, 0, 1)), "block"),
+    ):
+        verdict = verify(same_law([1e-31, 0.7, 0.3], 3, rows), draft, rows, rows.keys, method=method)
+        assert not verdict.accepted.any()
+        assert (verdict.next_token > 0).all()
+
+
 def test_greedy_rows_walk_greedily_under_any_proposal():
     """A wrong, one-hot or empty q does not change a greedy row."""
     logits = jnp.asarray(np.random.default_rng(8).normal(size=(2, 4, 6)), jnp.float32)

@@ -212,22 +212,53 @@ def test_keys_depend_on_the_seed_alone_and_purposes_differ():
         *[("top_k", v) for v in (-1, 2.5, "5", False, float("nan"))],
         *[("top_p", v) for v in (0, -0.5, 1.01, float("nan"), "1", True)],
         *[("min_p", v) for v in (-0.1, 1.5, float("nan"), None)],
-        *[("repetition_penalty", v) for v in (0, -1, float("inf"), "x")],
+        *[("repetition_penalty", v) for v in (0, -1, 9e-4, 1001, 3e38, float("inf"), "x")],
         *[
             (f, v)
             for f in ("presence_penalty", "frequency_penalty")
-            for v in (float("nan"), float("inf"), "1", True)
+            for v in (float("nan"), float("inf"), 3e38, -1001, "1", True)
         ],
         *[
             ("logit_bias", v)
             for v in ({-1: 1.0}, {"a": 1.0}, {1: "b"}, {1: float("nan")}, {1: float("inf")}, 3, "ab")
         ],
+        *[("logit_bias", {1: v}) for v in (3e38, -3e38, 1.1e9, -1.1e9)],
+        *[("logit_bias", v) for v in ({True: 1.0}, {1: True}, {1: 10**400})],
         *[("seed", v) for v in (-1, 1.5, "7", True, 2**64)],
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=field):
         Sampling(**{field: value})
+
+
+def test_what_other_servers_accept_is_accepted():
+    for value in (-2, 2, -100.0, 100):
+        Sampling(presence_penalty=value, frequency_penalty=value, logit_bias={1: value})
+    for value in (0.01, 2, 10):
+        Sampling(repetition_penalty=value)
+    Sampling(logit_bias={1: -1e9, 2: float("-inf")})
+
+
+def test_uniforms_are_finer_than_f32_and_never_0_or_1():
+    """2**25 draws of 23 bits hold about four zeros, each of which would accept a draft of chance 1e-31."""
+    draws = np.asarray(jax.jit(sampling.uniforms, static_argnums=1)(jax.random.key(0), 2**25))
+    small = draws[draws < 2.0**-23]
+    assert draws.max() < 1
+    assert small.size > 0
+    assert (small > 0).all()
+    assert len(np.unique(small)) == small.size
+    near = draws[draws < 2.0**-15]
+    assert abs(near.mean() * 2.0**16 - 1) < 6 / np.sqrt(3 * near.size)
+
+
+def test_a_draw_of_zero_takes_no_token_of_almost_no_chance(monkeypatch):
+    """The first of a uniform's two numbers is 0 once in 8 million draws: both numbers 0 is the worst."""
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape, dtype: jnp.zeros(shape, dtype))
+    keys = jax.random.split(jax.random.key(0), 2)
+    for vocab in (3, 400):
+        weights = jnp.zeros((2, vocab)).at[:, 0].set(1e-31).at[:, -1].set(1.0)
+        assert sampling.draw(weights, keys).tolist() == [vocab - 1] * 2
 
 
 def test_settings_are_hashable_and_equal_by_value():

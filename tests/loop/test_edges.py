@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,11 +49,40 @@ def test_penalties_and_bias_give_the_text_of_plain_decoding() -> None:
     assert all(a != b for a, b in zip(plain, loose, strict=True))
     for name in ("ngram", "mixed"):
         assert run(name, samplings=settings) == plain, name
+    widest = [
+        Sampling(frequency_penalty=1000.0, repetition_penalty=1000.0),
+        Sampling(presence_penalty=-1000.0, repetition_penalty=0.001, logit_bias={5: -1e9}),
+        Sampling(frequency_penalty=-1000.0, logit_bias={5: 1e9, 7: 1e9}),
+    ]
+    far = run("ar", samplings=widest)
+    for name in ("ngram", "mixed"):
+        assert run(name, samplings=widest) == far, name
     eos = (answer[4], 1000)
     ended = run("ar", samplings=settings, eos=eos)
     assert run("ngram", samplings=settings, eos=eos) == ended
     assert ended[1] == plain[1]
     assert eos[0] not in ended[1]
+
+
+@pytest.mark.parametrize("name", ["ar", "ngram"])
+def test_settings_that_leave_no_law_end_their_row_alone(name: str) -> None:
+    """Logits that are finite and overflow under a row's penalties: an error, never token 0 for ever."""
+    target = tiny_target()
+    large = {**target.params, "norm": jax.tree.map(lambda x: x * 1e36, target.params["norm"])}
+    huge = dataclasses.replace(target, params=large)
+    every = dict.fromkeys(range(VOCAB - 1), BAN)
+    settings = [
+        Sampling(frequency_penalty=0.1, logit_bias={1: 1.0}),
+        Sampling(repetition_penalty=0.001, logit_bias={1: 1.0}),
+        Sampling(logit_bias=every),
+    ]
+    case, texts = CASES[name], greedy_texts(prompts())
+    results = decode(
+        case.proposer, case.params(texts, turn=1), prompts(), target=huge, samplings=settings, limits=4
+    )
+    assert [r.finish_reason for r in results] == ["length", "error", "length"]
+    assert "penalties" in results[1].error
+    assert results[2].token_ids == [VOCAB - 1] * 4
 
 
 CHUNKS = [
