@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eaglejax.checkpoint.files import read_json
-from eaglejax.checkpoint.hf import DESCRIPTION
+from eaglejax.checkpoint.hf import description_path
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile, write_safetensors
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.rotation.basis import Basis
@@ -66,12 +66,13 @@ def find_basis(folder: Path) -> Path | None:
 
     Raises CheckpointError when the description names a file that is not there.
     """
-    named = named_rotation(read_json(folder / DESCRIPTION, default={}))
+    description = description_path(folder)
+    named = None if description is None else named_rotation(read_json(description))
     if named is not None:
         path = (folder / str(named)).resolve()
         if not path.is_relative_to(folder.resolve()) or not path.is_file():
             raise CheckpointError(
-                f"{folder / DESCRIPTION} names the rotation {named!r}, which is not in the folder"
+                f"{description} names the rotation {named!r:.200}, which is not in the folder"
             )
         return path
     path = folder / FILE

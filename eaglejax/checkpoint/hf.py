@@ -191,6 +191,24 @@ QuantizedForm = Literal["eaglejax", "modelslim", "compressed-tensors"]
 DESCRIPTION = "quant_model_description.json"
 """The file that marks the modelslim layout."""
 
+
+def description_path(folder: Path) -> Path | None:
+    """The description of a modelslim folder, None where there is none.
+
+    The tool has called it otherwise (``quant_model_description_w8a8.json``): any one file of the kind is
+    taken. Raises ``CheckpointError`` where several could be meant.
+    """
+    if (folder / DESCRIPTION).is_file():
+        return folder / DESCRIPTION
+    found = sorted(folder.glob("quant*description*.json"))
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder} holds {', '.join(path.name for path in found[:4])}; call the description of its "
+            f"weights {DESCRIPTION}"
+        )
+    return found[0] if found else None
+
+
 MARKER = "eaglejax"
 """Key of config.json that marks our own layout."""
 
@@ -207,7 +225,7 @@ def quantized_form(folder: Path) -> QuantizedForm | None:
     )
     if MARKER in config:
         return "eaglejax"
-    if (folder / DESCRIPTION).is_file():
+    if description_path(folder) is not None:
         return "modelslim"
     if not given:
         return None

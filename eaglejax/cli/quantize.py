@@ -32,7 +32,7 @@ from eaglejax.quant.array import QuantArray
 from eaglejax.quant.calibrate import calibrate
 from eaglejax.quant.kv import calibrate_cache
 from eaglejax.quant.quantize import quantize_target
-from eaglejax.quant.schemes import DEFAULT_EXCLUDE, SCHEMES, Plan, get_scheme
+from eaglejax.quant.schemes import DEFAULT_EXCLUDE, SCHEMES, Plan, get_scheme, scheme_name
 from eaglejax.rotation.rotate import Rotation, rotate_target
 
 Turn = Literal["hadamard", "random", "block"]
@@ -60,7 +60,8 @@ class Quantize:
     output_path: Annotated[Path, tyro.conf.arg(aliases=["--save-path", "--output"])]
     """New folder for the quantised model."""
     quant_type: str
-    """w8a8, w8a8-static, w4a8, w4a16 or w8a16; with c8 (int8) or f8 (fp8) at its end for keys and values."""
+    """w8a8, w8a8-static, w4a8, w4a16 or w8a16, in any case; with c8 (int8) or f8 (fp8) at its end for
+    keys and values."""
     use_rot: Truth = None
     """True rotates the weights before (as --rotate hadamard does), False does not. Default: as --rotate."""
     rotate: Turn | None = None
@@ -149,15 +150,14 @@ class Quantize:
     def _plan(self) -> tuple[Plan, str | None]:
         """(what to quantise, cache format) of the options. Raises ConfigError for combinations that cannot
         be."""
-        match = re.fullmatch(
-            rf"({'|'.join(sorted(SCHEMES, key=len, reverse=True))})(c8|f8)?", self.quant_type
-        )
-        if match is None:
+        match = re.fullmatch(r"(.+?)(c8|f8)?", self.quant_type.casefold())
+        found = None if match is None else scheme_name(match[1])
+        if match is None or found is None:
             raise ConfigError(
                 f"--quant-type {self.quant_type!r} is not known; it is {', '.join(SCHEMES)}, with c8 or f8 "
                 "at its end for the key and value cache"
             )
-        scheme = get_scheme(match[1], self.group_size, asymmetric=self.asymmetric)
+        scheme = get_scheme(found, self.group_size, asymmetric=self.asymmetric)
         plan = Plan(scheme, exclude=(*DEFAULT_EXCLUDE, *self.exclude), search=self.search, smooth=self.smooth)
         cache = CACHES[match[2] or ""]
         calibrated = plan.needs_statistics or (cache == "int8" and self.format == "modelslim")

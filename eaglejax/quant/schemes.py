@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
 from eaglejax.errors import ConfigError
+from eaglejax.naming import known_name
 
 Activation = Literal["dynamic", "static"]
 """How activations become int8: a scale for each token as it comes, or one calibrated scale for a tensor."""
@@ -67,20 +69,33 @@ SCHEMES: dict[str, Scheme] = {
 }
 """The schemes that have a name, one scale an output channel."""
 
+ALIASES = {"w8a8-dynamic": "w8a8", "w8a8-linear": "w8a8", "w4a8-dynamic": "w4a8"}
+"""What modelslim and those who write about it call a scheme."""
+
+
+def scheme_name(name: str) -> str | None:
+    """The name in ``SCHEMES`` that ``name`` means (case, hyphens and underscores apart), None for none."""
+    return known_name(name, SCHEMES, ALIASES)
+
+
+_GROUPED = re.compile(r"(.+)[-_][gG]([0-9]{1,9})")
+
 
 def get_scheme(name: str, group_size: int | None = None, *, asymmetric: bool = False) -> Scheme:
     """The scheme called ``name``, with weight groups of ``group_size`` input rows.
 
     ``name`` may end in ``-g<rows>`` instead. Raises ConfigError with the known names.
     """
-    base, _, rows = name.rpartition("-g") if isinstance(name, str) else ("", "", "")
-    if base and rows.isdecimal():
-        if group_size not in (None, int(rows)):
+    grouped = _GROUPED.fullmatch(name) if isinstance(name, str) else None
+    if grouped is not None:
+        rows = int(grouped[2])
+        if group_size not in (None, rows):
             raise ConfigError(f"scheme {name!r} already names a group size; {group_size} contradicts it")
-        name, group_size = base, int(rows)
-    if name not in SCHEMES:
+        name, group_size = grouped[1], rows
+    found = scheme_name(name) if isinstance(name, str) else None
+    if found is None:
         raise ConfigError(f"scheme {name!r} is not known; use one of {', '.join(SCHEMES)}")
-    return dataclasses.replace(SCHEMES[name], group_size=group_size, asymmetric=asymmetric)
+    return dataclasses.replace(SCHEMES[found], group_size=group_size, asymmetric=asymmetric)
 
 
 INNER = ".inner"
@@ -184,8 +199,10 @@ def as_plan(quant: Any) -> Plan:
         return Plan(quant)
     if not isinstance(quant, str):
         raise ConfigError(f"quant is {quant!r}; give the name of a scheme, a Scheme or a Plan")
-    if quant in KEEP:
-        return Plan(get_scheme(KEEP[quant]), keep=True)
-    if quant.split("-g")[0] not in SCHEMES:
+    kept = known_name(quant, KEEP)
+    if kept is not None:
+        return Plan(get_scheme(KEEP[kept]), keep=True)
+    grouped = _GROUPED.fullmatch(quant)
+    if scheme_name(grouped[1] if grouped else quant) is None:
         raise ConfigError(f"quant {quant!r} is not known; use one of {', '.join((*SCHEMES, *KEEP))}")
     return Plan(get_scheme(quant))

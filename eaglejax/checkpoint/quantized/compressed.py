@@ -17,10 +17,13 @@ import numpy as np
 
 from eaglejax.checkpoint.quantized.parts import Encoded, Kind, Part, Store, checked_scale, pending, require
 from eaglejax.checkpoint.safetensors_io import Pending
-from eaglejax.errors import ConfigError
+from eaglejax.errors import CheckpointError, ConfigError
 
 METHOD = "compressed-tensors"
 INT, PACKED = "int-quantized", "pack-quantized"
+_FORMATS = {INT: INT, PACKED: PACKED, "naive-quantized": INT}
+"""Formats by the names that the tool has given them."""
+
 _SUFFIXES = (
     "weight_packed",
     "weight_scale",
@@ -30,6 +33,9 @@ _SUFFIXES = (
     "input_scale",
     "input_zero_point",
 )
+_STATUS = ("initialized", "calibration", "frozen", "compressed")
+"""How far the tool was when it saved, which says nothing of the files: their tensors tell what they hold."""
+
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -73,12 +79,18 @@ def parse_config(raw: Mapping[str, Any], where: str, plain: Callable[[str], str]
 
     Raises ``CheckpointError`` for settings that are not read.
     """
-    status = raw.get("quantization_status", "compressed")
-    require(status == "compressed", f"{where}: quantization_status is {status!r}; 'compressed' is read")
+    status = raw.get("quantization_status")
+    require(
+        status is None or status in _STATUS,
+        f"{where}: quantization_status is {status!r:.80}; it can be {', '.join(_STATUS)}",
+    )
     groups = raw.get("config_groups")
     require(isinstance(groups, Mapping) and groups, f"{where}: quantization_config has no config_groups")
-    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        require(not raw.get(key), f"{where}: quantization_config sets {key}, which is not read")
+    for key, part in (("kv_cache_scheme", None), ("sparsity_config", "format"), ("transform_config", None)):
+        value = raw.get(key)
+        # The writer names the sparsity of every model, also of those that have none.
+        none = not value or (isinstance(value, Mapping) and part is not None and value.get(part) == "dense")
+        require(none, f"{where}: quantization_config sets {key}, which is not read")
     ignore = raw.get("ignore") or ()
     require(
         isinstance(ignore, list | tuple) and all(isinstance(i, str) for i in ignore),
@@ -88,6 +100,13 @@ def parse_config(raw: Mapping[str, Any], where: str, plain: Callable[[str], str]
     found = tuple(_group(name, group, raw.get("format"), where) for name, group in groups.items())
 
     def settle(pattern: str) -> str:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise CheckpointError(
+                    f"{where}: {pattern!r:.80} is no regular expression: {error}"
+                ) from error
         return pattern if pattern.startswith("re:") else plain(pattern + ".weight").removesuffix(".weight")
 
     return Scheme(
@@ -128,9 +147,12 @@ def _group(name: str, raw: Any, default_format: Any, where: str) -> Group:
         f"{at}: static activations go with 8-bit weights by channel",
     )
     form = raw.get("format") or default_format
-    require(form in (INT, PACKED), f"{at}: format {form!r} is not read; {INT} and {PACKED} are")
+    require(
+        isinstance(form, str) and form in _FORMATS,
+        f"{at}: format {form!r:.80} is not read; {INT} and {PACKED} are",
+    )
     kind = Kind(bits, activation, size if strategy == "group" else None, offset)
-    return Group(name, tuple(targets), kind, form)
+    return Group(name, tuple(targets), kind, _FORMATS[form])
 
 
 def _activation(raw: Any, at: str) -> tuple[str | None, bool]:
@@ -161,12 +183,14 @@ def find(
     Raises ``CheckpointError`` for a matrix that is described but not quantised in the files, or the reverse.
     """
     present = set(store.names())
+    modules = {"lm_head", *matrices, *_modules(present)}
     unknown = [
         entry
         for entry in scheme.ignore
+        # Names of classes (Linear, Embedding) begin with a capital, those of modules do not.
         if not entry.startswith("re:")
-        and entry != "Linear"
-        and entry not in matrices
+        and not entry[:1].isupper()
+        and entry not in modules
         and not any(re.fullmatch(pattern, f"{entry}.weight") for pattern in ignorable)
     ]
     require(not unknown, f"{scheme.where} ignores {', '.join(unknown[:4])}, which the model does not have")
@@ -184,6 +208,15 @@ def find(
         else:
             encoded[module] = _module(module, group, store, present)
     return encoded
+
+
+def _modules(names: Collection[str]) -> set[str]:
+    """Every module, leaf or not, that the tensors' names speak of: all of ``model.layers.0.mlp``'s parts."""
+    found = set()
+    for name in names:
+        parts = name.split(".")
+        found.update(".".join(parts[:i]) for i in range(1, len(parts)))
+    return found
 
 
 def _module(module: str, group: Group, store: Store, present: Collection[str]) -> Encoded:

@@ -30,6 +30,7 @@ from eaglejax.checkpoint.quantized.modelslim import (
     unpack_channels,
 )
 from eaglejax.checkpoint.quantized.parts import Encoded, Kind, Part, Store, checked_scale, require
+from eaglejax.naming import known_name
 from eaglejax.nn.cache import CacheScales
 
 BIAS = "bias"
@@ -81,14 +82,15 @@ def parse_description(raw: Mapping[str, Any], where: str, plain: Callable[[str],
         if key in UNREAD or key.endswith(".quant_type"):
             require(not value, f"{where}: {key} = {value!r} asks for arithmetic that is not supported")
         elif key not in SETTINGS:
-            known = isinstance(value, str) and (value in TYPES or value == FLOAT or value in KV_TYPES)
+            label = _type_name(value, key, raw)
             require(
-                known,
-                f"{where} gives {key!r} the type {value!r}, which is not read; known are "
+                label is not None,
+                f"{where} gives {key!r} the type {value!r:.80}, which is not read; known are "
                 f"{', '.join((FLOAT, *TYPES, *KV_TYPES))}",
             )
+            assert label is not None
             require(plain(key) not in types, f"{where} describes {plain(key)!r} twice")
-            types[plain(key)] = value
+            types[plain(key)] = label
     size = raw.get("group_size", 0)
     require(
         size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0),
@@ -100,6 +102,20 @@ def parse_description(raw: Mapping[str, Any], where: str, plain: Callable[[str],
             f"{where}: {key} is {raw.get(key)!r}; it can be {' or '.join(KV_TYPES)}",
         )
     return Description(types, {key: raw[key] for key in SETTINGS if key in raw}, where)
+
+
+def _type_name(value: Any, key: str, raw: Mapping[str, Any]) -> str | None:
+    """The type that ``value`` means, however it is spelt; None for one that is not known.
+
+    ``W8A8-Linear`` leaves open whether activations have a calibrated scale: the tensors beside it tell.
+    """
+    if not isinstance(value, str):
+        return None
+    found = known_name(re.sub(r"(?i)[-_ ]?linear$", "", value), (FLOAT, *TYPES, *KV_TYPES))
+    if found == "W8A8" and known_name(value, (found,)) is None:
+        static = f"{key.rpartition('.')[0]}.deq_scale" in raw
+        return "W8A8" if static else "W8A8_DYNAMIC"
+    return found
 
 
 def check_complete(description: Description, store: Store, ignorable: tuple[str, ...]) -> None:

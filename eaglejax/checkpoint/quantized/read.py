@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import jax
 
 from eaglejax.checkpoint.basis_file import find_basis, read_basis
-from eaglejax.checkpoint.files import progress, read_json
+from eaglejax.checkpoint.files import progress, read_json, weight_files
 from eaglejax.checkpoint.hf import (
     DESCRIPTION,
     IGNORABLE,
@@ -19,6 +21,7 @@ from eaglejax.checkpoint.hf import (
     STEM,
     NormalizedStore,
     QuantizedForm,
+    description_path,
     open_weights,
     plain_name,
     quantized_form,
@@ -104,12 +107,35 @@ def load_quantized(folder: Path, dtype: Any, *, context: int | None = None) -> Q
 
 def open_quantized(folder: Path, form: QuantizedForm | None) -> SafetensorsFile:
     """The weights of a folder in a layout."""
-    return open_weights(folder, quant_modelslim.STEM if form == "modelslim" else STEM)
+    return open_weights(folder, _modelslim_stem(folder) if form == "modelslim" else STEM)
+
+
+_MODELSLIM_WEIGHTS = re.compile(
+    r"(quant_model_weights?[\w-]*?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+)
+
+
+def _modelslim_stem(folder: Path) -> str:
+    """What the weights of a modelslim folder are called: the tool's name, with a scheme at its end in older
+    releases, or that of plain weights. Raises ``CheckpointError`` where several could be meant."""
+    matches = [_MODELSLIM_WEIGHTS.fullmatch(path.name) for path in folder.iterdir()]
+    stems = sorted({match[1] for match in matches if match})
+    if quant_modelslim.STEM in stems:
+        return quant_modelslim.STEM
+    require(
+        len(stems) < 2, f"{folder} holds weights called {', '.join(stems[:4])}; keep those of its description"
+    )
+    if stems:
+        return stems[0]
+    return STEM if weight_files(folder, STEM, ".safetensors")[0] else quant_modelslim.STEM
 
 
 def read_description(folder: Path) -> modelslim_read.Description:
     """The checked description of a modelslim folder."""
-    path = folder / DESCRIPTION
+    path = description_path(folder)
+    assert path is not None
+    if path.name != DESCRIPTION:
+        warnings.warn(f"{folder} has no {DESCRIPTION}; {path.name} is taken for it", stacklevel=2)
     return modelslim_read.parse_description(read_json(path), str(path), plain_name)
 
 

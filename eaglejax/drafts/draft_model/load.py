@@ -7,7 +7,7 @@ from typing import Any
 
 from eaglejax.checkpoint.demo import DEMO_DRAFTS
 from eaglejax.checkpoint.files import weight_files
-from eaglejax.checkpoint.hf import DESCRIPTION, STEM, open_weights
+from eaglejax.checkpoint.hf import STEM, description_path, open_weights
 from eaglejax.checkpoint.sources import Spec, resolve
 from eaglejax.checkpoint.target import load_target
 from eaglejax.drafts.base import Bound
@@ -50,7 +50,7 @@ def is_eagle(spec: Spec) -> bool:
     if resolve(spec).kind == "gguf":
         return False
     folder = draft_folder(spec)
-    if (folder / DESCRIPTION).is_file():
+    if description_path(folder) is not None:
         return False  # modelslim's files, whose names differ, hold whole models
     if not weight_files(folder, STEM, ".safetensors")[0]:
         # Whole models are read from safetensors alone.

@@ -264,7 +264,7 @@ COMPRESSED = {
     "outputs": ("w8a8", group(output_activations={"num_bits": 8}), "quantises outputs"),
     "targets": ("w8a8", group(targets="Linear"), "targets is 'Linear'"),
     "no groups": ("w8a8", section(config_groups={}), "no config_groups"),
-    "status": ("w8a8", section(quantization_status="frozen"), "quantization_status is 'frozen'"),
+    "status": ("w8a8", section(quantization_status="frosty"), "quantization_status is 'frosty'"),
     "cache": ("w8a8", section(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
     "input scale": ("w8a8-static", scaled(Q + "input_scale", -1), "input_scale' is -"),
     "zero point gone": ("w8a8-static-offset", drop(Q + "input_zero_point"), "input_zero_point"),
