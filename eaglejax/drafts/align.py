@@ -122,7 +122,7 @@ def align_params(
         raise ConfigError(f"parts {sorted(unknown)} are not known; they are {', '.join(PARTS)}")
     changes: dict[str, Any] = {}
     if "features" in parts:
-        found = final_map(basis) if config.version == 1 else boundary_map(basis)
+        found = final_map(basis) if config.reads_final else boundary_map(basis)
         one = jnp.asarray(found, jnp.float32)
         changes["adapter"] = FeatureAdapter(target=(one,) * max(config.num_aux, 1))
     if "embedding" in parts and params.embed is not None:

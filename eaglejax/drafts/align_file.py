@@ -72,7 +72,7 @@ def align_file(
         check_rotation(weights["embed"], target, basis, whose="the draft's embedding")
     changes: dict[str, Any] = {"basis": basis.id}
     notes = []
-    if config.version == 1:
+    if config.reads_final:
         weights["feature_map"] = final_map(basis).astype(np.float32)
         changes["feature_map"] = True
         notes.append("the map of the target's last state stands beside the weights (feature_map)")
@@ -98,7 +98,9 @@ def align_file(
         changes |= {"own_head": True, "target_rows": False}
         notes.append(f"the head, which the draft borrows, was {whence} and written out")
     config = dataclasses.replace(config, **changes)
-    weights = jax.tree.map(np.asarray, cast(weights, config, file.store.dtype("fc.weight")))
+    weights = jax.tree.map(
+        np.asarray, cast(weights, config, file.store.dtype("layers.0.self_attn.o_proj.weight"))
+    )
     return AlignedDraft(config, weights, file.ids, tuple(notes))
 
 

@@ -20,7 +20,7 @@ from eaglejax.rotation.tables import Tables, compare_tables
 def fits_any_folding(config: EagleConfig, basis: Basis | None) -> bool:
     """Whether folding the norms, without a turn, changes nothing for a draft: it reads boundaries, which lie
     before any norm, and has a head of its own."""
-    return basis is not None and basis.identity and config.version == 3 and config.own_head
+    return basis is not None and basis.identity and not config.reads_final and config.own_head
 
 
 def check_basis(

@@ -86,6 +86,8 @@ def decoder_spec(config: ModelConfig) -> DecoderSpec:
 def eagle_spec(config: EagleConfig, *, tied: bool = False) -> EagleSpec:
     """The spec of a draft; ``tied``: its borrowed head is an embedding table. Raises ConfigError."""
     _check_known(config, _EAGLE_FIELDS, "draft")
+    if config.version == 3 and config.reads_final:
+        raise ConfigError("the torch side has no EAGLE-3 draft without fc (use_aux_hidden_state: false)")
     return EagleSpec(
         windows=tuple(config.window(i) for i in range(config.num_layers)),
         rope=rope_spec(config.rope, config.head_dim),

@@ -85,7 +85,7 @@ class Features:
 
     def read(self, config: EagleConfig, aux: Sequence[int] | None = None) -> jax.Array:
         """[B, T, A, H] that a draft reads; ``aux`` in place of the configuration's boundaries."""
-        if config.version == 1:
+        if config.reads_final:
             return self.hidden[:, :, None]
         return self.boundary[:, :, np.asarray(config.aux if aux is None else aux)]
 

@@ -180,7 +180,7 @@ def objective_loss(
     ``trained_rows``), the denominators, so that the sum over micro-batches is the loss of the update. ``key``
     draws the feature noise. ``attention``: see ``train.attention``.
     """
-    features = batch.aux if config.version == 3 else _joined(batch.hidden)
+    features = _joined(batch.hidden) if config.reads_final else batch.aux
     if features is None or batch.hidden is None:
         raise ConfigError("the batch lacks the target's features that this draft reads")
     if objective.noise > 0 and key is not None:
@@ -190,7 +190,7 @@ def objective_loss(
     states = unroll(
         params,
         config,
-        features.astype(params.weights["fc"].dtype),
+        features.astype(eagle_model.dtype_of(params.weights)),
         shift(batch.tokens, 1),
         objective.steps,
         positions=batch.positions,

@@ -30,8 +30,10 @@ class EagleConfig:
     the target's.
 
     EAGLE-3 reads ``num_aux`` target features at the hidden-state boundaries ``aux`` (0 = embedding, i =
-    output of block i; empty: not known yet, see ``default_boundaries``). ``aux_norm`` says what is normalised
-    before ``fc``: nothing, the joined features with one weight, or each with its own.
+    output of block i; empty: not known yet, see ``default_boundaries``), which ``fc`` fuses. With ``num_aux``
+    0 it has no ``fc`` and reads the state behind the target's final norm, as EAGLE-1 does (``reads_final``).
+    ``aux_norm`` says what is normalised before ``fc``: nothing, the joined features with one weight, or each
+    with its own.
     ``norm_before_residual``: the first layer's residual is the normalised feature instead of the raw one.
     ``head_norm``: a final norm stands before the head. ``feed_normed``: the state fed to the next draft step
     is the one after that norm (EAGLE-3.1) instead of the one before it.
@@ -45,7 +47,8 @@ class EagleConfig:
     window of each layer in positions (None: all; empty: all layers full). ``embed_scale`` multiplies the
     embedding and ``softcap`` caps the logits (target conventions that a draft with borrowed parts follows).
     ``basis``: id of the basis that the features it reads are in, None for the one that the target was trained
-    in. ``feature_map`` (EAGLE-1): the file ships the map from such features to those it was trained on.
+    in. ``feature_map`` (where it reads the last state): the file ships the map from such features to those it
+    was trained on.
     ``attention``: how it is computed (None: as the device's adapter chooses); no part of the architecture.
     """
 
@@ -164,10 +167,16 @@ class EagleConfig:
             )
 
     def _check_third(self) -> None:
-        if self.feature_map:
-            raise ConfigError("an EAGLE-3 draft has no feature_map: what it would do is folded into fc")
-        if self.num_aux < 1:
-            raise ConfigError("an EAGLE-3 draft reads at least one target feature; num_aux is 0")
+        if self.reads_final:
+            if self.aux_norm != "none" or self.fc_bias or self.hidden_size != self.target_hidden_size:
+                raise ConfigError(
+                    "an EAGLE-3 draft without features to fuse (num_aux 0) reads the target's last state as "
+                    "it is: it has no aux_norm, no fc and the target's hidden size"
+                )
+        elif self.feature_map:
+            raise ConfigError("a draft that fuses features has no feature_map: it is folded into fc")
+        if self.num_aux < 0:
+            raise ConfigError(f"num_aux is {self.num_aux}; it counts features")
         if self.aux and len(self.aux) != self.num_aux:
             raise ConfigError(
                 f"{len(self.aux)} boundaries {list(self.aux)} for a draft that fuses {self.num_aux}"
@@ -200,8 +209,13 @@ class EagleConfig:
         )
 
     @property
+    def reads_final(self) -> bool:
+        """Whether the target's state behind its final norm is the feature, instead of boundaries."""
+        return self.num_aux == 0
+
+    @property
     def fc_in(self) -> int:
-        """Rows of ``fc``: [embedding, feature] for EAGLE-1, the joined target features for EAGLE-3."""
+        """Rows of ``fc``: [embedding, feature] for EAGLE-1, the joined features for EAGLE-3; 0: no ``fc``."""
         return 2 * self.hidden_size if self.version == 1 else self.num_aux * self.target_hidden_size
 
     def window(self, layer: int) -> int | None:
@@ -224,7 +238,7 @@ class EagleConfig:
                 f"{target.hidden_size} wide"
             )
         config = dataclasses.replace(self, softcap=self.softcap if self.own_head else target.final_softcap)
-        if self.version == 1:
+        if self.reads_final:
             return config
         aux = self.aux or default_boundaries(target.num_layers)
         if len(aux) != self.num_aux:

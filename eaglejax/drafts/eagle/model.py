@@ -3,9 +3,9 @@
 Weights are a nested dict; every matrix is [in, out]::
 
     fc [F, H], fc_bias [H]              F = 2H ([embedding, feature], EAGLE-1) or A * Ht (joined target
-    features, EAGLE-3)
+    features, EAGLE-3; none where it reads the last state alone)
     aux_norm [A * Ht] or [A, Ht]        EAGLE-3 with ``aux_norm`` "joined" or "each"
-    feature_map [Ht, H]                 an EAGLE-1 draft aligned to a rotated target (always f32)
+    feature_map [Ht, H]                 a draft of the last state aligned to a rotated target (always f32)
     layers[i]: input_norm [H]           not in EAGLE-1's first layer; in EAGLE-3's it is the embedding's norm
                hidden_norm [H]          EAGLE-3's first layer alone: the feature's norm
                q [I, Hq*d], k, v [I, Hkv*d], o [Hq*d, H]    I = 2H in EAGLE-3's first layer, else H; q_bias
@@ -124,10 +124,9 @@ def param_table(config: EagleConfig, dtype: Any = jnp.float32) -> Weights:
             table |= {"q_norm": norm(head_dim), "k_norm": norm(head_dim)}
         return table
 
-    table: Weights = {
-        "fc": matrix(config.fc_in, hidden, axes=(None, "embed")),
-        "layers": [layer(i) for i in range(config.num_layers)],
-    }
+    table: Weights = {"layers": [layer(i) for i in range(config.num_layers)]}
+    if config.fc_in:
+        table["fc"] = matrix(config.fc_in, hidden, axes=(None, "embed"))
     if config.fc_bias:
         table["fc_bias"] = bias(hidden, None)
     if config.aux_norm == "joined":
@@ -157,6 +156,11 @@ def cast(weights: Weights, config: EagleConfig, dtype: Any) -> Weights:
     return jax.tree_util.tree_map_with_path(lambda path, w: w.astype(held_in[path]), weights)
 
 
+def dtype_of(weights: Weights) -> Any:
+    """The dtype that a draft computes in: that of its matrices."""
+    return weights["layers"][0]["o"].dtype
+
+
 def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> kv.KVCache:
     """An empty key/value cache of the draft's own layers, in a format that needs no calibration."""
     return kv.init_cache(
@@ -173,15 +177,15 @@ def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> k
 def fuse(params: EagleParams, config: EagleConfig, features: jax.Array) -> jax.Array:
     """The draft's feature [B, M, H] of committed tokens from the target's ``features`` [B, M, A, Ht].
 
-    EAGLE-1: A = 1, the post-final-norm hidden state, as it is or through ``feature_map``. EAGLE-3: the A
-    boundaries, normalised as the configuration says and mixed by ``fc``.
+    EAGLE-1, and EAGLE-3 without ``fc``: A = 1, the post-final-norm hidden state, as it is or through
+    ``feature_map``. EAGLE-3 else: the A boundaries, normalised as the configuration says and mixed by ``fc``.
     """
     weights = params.weights
     x = params.adapter.from_target(features)
     if config.feature_map:
         x = linear(x.astype(jnp.float32), weights["feature_map"])
-    x = x.astype(weights["fc"].dtype)
-    if config.version == 1:
+    x = x.astype(dtype_of(weights))
+    if config.reads_final:
         return x[:, :, 0]
     if config.aux_norm == "each":
         x = jnp.stack(

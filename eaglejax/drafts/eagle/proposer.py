@@ -84,7 +84,7 @@ class Eagle:
             raise ConfigError(f"min_confidence {self.min_confidence} must lie in [0, 1)")
         if self.cache_dtype is not None:
             uncalibrated_format(self.cache_dtype)
-        if config.version == 3 and not config.aux:
+        if not config.reads_final and not config.aux:
             raise ConfigError("the draft's boundaries are not known yet; use config.fit(target) or name them")
 
     @property
@@ -105,7 +105,7 @@ class Eagle:
     @property
     def needs(self) -> Needs:
         """The final hidden state (EAGLE-1) or the configuration's boundaries (EAGLE-3)."""
-        return Needs(hidden=True) if self.config.version == 1 else Needs(aux=self.config.aux)
+        return Needs(hidden=True) if self.config.reads_final else Needs(aux=self.config.aux)
 
     @property
     def scratch(self) -> int:
@@ -116,7 +116,7 @@ class Eagle:
 
     def init(self, params: EagleParams, *, batch: int, capacity: int) -> EagleState:
         """An empty state for rows of up to ``capacity`` tokens."""
-        dtype = params.weights["fc"].dtype
+        dtype = eagle_model.dtype_of(params.weights)
         return EagleState(
             cache=eagle_model.init_cache(
                 self.config, batch, capacity + self.scratch, self.cache_dtype or dtype
@@ -126,9 +126,9 @@ class Eagle:
 
     def observe(self, params: EagleParams, state: EagleState, seen: Observation) -> EagleState:
         """Append the pairs (true feature of a committed token, the token after it)."""
-        features = seen.aux if self.config.version == 3 else seen.hidden
+        features = seen.hidden if self.config.reads_final else seen.aux
         assert features is not None
-        if self.config.version == 1:
+        if self.config.reads_final:
             features = features[:, :, None]
         m = seen.tokens.shape[1]
         steps = jnp.arange(m, dtype=jnp.int32)

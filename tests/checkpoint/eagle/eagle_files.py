@@ -118,6 +118,7 @@ def speculators_config(**top: Any) -> dict[str, Any]:
         },
         "transformer_layer_config": {**layer, "rope_theta": 10000.0, "head_dim": HD},
         "draft_vocab_size": VD,
+        "norm_before_residual": False,
         **top,
     }
 

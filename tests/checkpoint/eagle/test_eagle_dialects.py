@@ -19,6 +19,7 @@ from eagle_files import (
     VD,
     H,
     V,
+    convert,
     draft,
     drop,
     make,
@@ -31,6 +32,7 @@ from eagle_files import (
     speculators_config,
 )
 
+from eaglejax.api import generate
 from eaglejax.cli.inspect import describe
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.files.load import bind, draft_plan, load_draft, read_weights
@@ -92,7 +94,7 @@ EAGLE3_FORMS = {
             "rope_scaling": None,
             "head_dim": HD,
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
-            "norm_output": True,
+            "norm_output": False,
         },
         "safetensors",
         "midlayer",
@@ -312,21 +314,118 @@ def test_other_counts_of_features(tmp_path):
         read_draft(draft(tmp_path, None, FLAT | {"target_hidden_size": 32}, wide))
 
 
-def test_norm_output_means_what_its_producer_means(tmp_path):
-    """One flag, two meanings (EAGLE-3.1): speculators feeds the normalised state back, SpecForge drops the
-    head's norm."""
-    flat, _, _ = logits(draft(tmp_path, config=FLAT | {"norm_output": True}))
+def test_norm_output_feeds_the_normalised_state_back(tmp_path):
+    """EAGLE-3.1's flag means the same in every form, under either of its names; the head is normed all the
+    while."""
     plain, _, _ = logits(draft(tmp_path))
-    np.testing.assert_array_equal(flat, plain)
-    bare, config, file = logits(draft(tmp_path, config=FLAT | {"norm_output": False}))
-    assert not config.head_norm
-    assert file.unused == ("norm.weight",)
+    modelopt = {"eagle_config": {"return_hidden_post_norm": True}}
+    for document, doubted in (
+        (FLAT | {"norm_output": True}, True),
+        (SGLANG | {"norm_output": True}, True),
+        (SGLANG | modelopt, False),
+        (SGLANG | modelopt | {"norm_output": True}, False),
+        (speculators_config(norm_output=True), False),
+    ):
+        fed, config, file = logits(save(tmp_path / "it", MADE.tensors | maps(MADE), document))
+        assert (config.head_norm, config.feed_normed, file.unused) == (True, True, ())
+        np.testing.assert_array_equal(fed[0], plain[0])
+        assert not np.allclose(fed[1], plain[1])
+        assert any("SpecForge" in note for note in file.notes) == doubted
+    for off in ({"norm_output": False}, {"eagle_config": {"return_hidden_post_norm": False}}):
+        got, config, file = logits(draft(tmp_path, config=SGLANG | off))
+        assert (config.head_norm, config.feed_normed, file.unused) == (True, False, ())
+        np.testing.assert_array_equal(got, plain)
+    with pytest.raises(CheckpointError, match="norm_output and return_hidden_post_norm and not the same"):
+        read_draft(draft(tmp_path, config=SGLANG | modelopt | {"norm_output": False}))
+
+
+def test_a_head_without_a_norm_shows_in_the_weights(tmp_path):
+    """Some months of SpecForge: norm_output false switched the head's norm off, so that it was never trained.
+    modelopt says it by name; eaglejax's own block settles it."""
+    plain, _, _ = logits(draft(tmp_path))
+    untouched = put(norm__weight=np.ones(H, np.float32))
+    bare, config, file = logits(draft(tmp_path, untouched, SGLANG | {"norm_output": False}))
+    assert (config.head_norm, config.feed_normed, file.unused) == (False, False, ("norm.weight",))
+    assert any("never trained" in note for note in file.notes)
     assert not np.allclose(bare[0], plain[0])
-    spec = save(tmp_path / "s", MADE.tensors | maps(MADE), speculators_config(norm_output=True))
-    fed, config, _ = logits(spec)
-    assert config.feed_normed
-    np.testing.assert_array_equal(fed[0], plain[0])
-    assert not np.allclose(fed[1], plain[1])
+    _, config, _ = logits(draft(tmp_path, untouched))
+    assert config.head_norm, "without the flag it is normed"
+    _, config, _ = logits(
+        draft(tmp_path, drop("norm.weight"), SGLANG | {"eagle_config": {"use_last_layernorm": False}})
+    )
+    assert not config.head_norm
+    with pytest.raises(CheckpointError, match="use_last_layernorm: false, but the file holds"):
+        read_draft(draft(tmp_path, None, SGLANG | {"eagle_config": {"use_last_layernorm": False}}))
+    for config in (SGLANG, SGLANG | {"norm_output": False}):
+        with pytest.raises(CheckpointError, match=r"lacks 1 tensors.*norm\.weight"):
+            draft_plan(read_draft(draft(tmp_path, drop("norm.weight"), config)), jnp.float32)
+    settled = SGLANG | {"norm_output": True, "eaglejax": {"feed_normed": False}}
+    got, _, _ = logits(draft(tmp_path, None, settled))
+    np.testing.assert_array_equal(got, plain)
+    for to in ("safeailab", "sglang", "speculators", "modelopt"):
+        with pytest.raises(ConfigError, match="no norm before the head"):
+            convert(draft(tmp_path, untouched, SGLANG | {"norm_output": False}), tmp_path / "x", to)
+
+
+def test_a_silent_speculators_config_normalises_the_residual(tmp_path):
+    """Readers of the form take a missing norm_before_residual for true, those of flat ones for false."""
+    config = speculators_config()
+    del config["norm_before_residual"]
+    file = read_draft(save(tmp_path / "s", MADE.tensors | maps(MADE), config))
+    assert file.config.norm_before_residual
+    assert any("norm_before_residual" in note for note in file.notes)
+    assert not read_draft(draft(tmp_path)).config.norm_before_residual
+
+
+def test_the_fed_state_is_written_as_its_readers_mean_it(tmp_path):
+    """sglang and speculators by norm_output, modelopt by both names; SafeAILab's code cannot."""
+    source = draft(tmp_path, config=SGLANG | {"norm_output": True})
+    for to in ("sglang", "modelopt", "speculators", "eaglejax"):
+        assert convert(source, tmp_path / to, to).config.feed_normed
+    for to in ("sglang", "modelopt", "speculators"):
+        assert json.loads((tmp_path / to / "config.json").read_text())["norm_output"] is True
+    with pytest.raises(ConfigError, match="feeding the normalised state back"):
+        convert(source, tmp_path / "x", "safeailab", target=target())
+    plain = convert(draft(tmp_path), tmp_path / "plain", "sglang")
+    assert not plain.config.feed_normed
+    assert plain.raw["norm_output"] is False
+
+
+def test_a_draft_without_fc_reads_the_targets_last_state(tmp_path):
+    """use_aux_hidden_state false: one feature, nothing fused; with fc in the file one of them is wrong."""
+    alone = SGLANG | {"eagle_config": {"use_aux_hidden_state": False}}
+    folder = draft(tmp_path, drop("fc.weight"), alone)
+    got, config, file = logits(folder)
+    assert (config.num_aux, config.reads_final, config.version) == (0, True, 3)
+    assert any("final norm" in note for note in file.notes)
+    bound = load_draft(folder, target(), tree=chain(2))
+    prompt = [3, 1, 4, 1, 5, 9]
+    want = generate(target(), prompt, max_new_tokens=12, ignore_eos=True).token_ids
+    assert generate(target(), prompt, proposer=bound, max_new_tokens=12, ignore_eos=True).token_ids == want
+    for to in ("sglang", "modelopt", "eaglejax"):
+        again, there, _ = logits(convert(folder, tmp_path / to, to).path)
+        assert there.reads_final
+        np.testing.assert_array_equal(again, got)
+    for to in ("safeailab", "speculators"):
+        with pytest.raises(ConfigError, match="last state alone"):
+            convert(folder, tmp_path / "x", to, target=target())
+    with pytest.raises(ConfigError, match="--aux are for drafts that fuse"):
+        read_draft(folder, aux=(3,))
+    with pytest.raises(CheckpointError, match="use_aux_hidden_state: false, but the file holds fc"):
+        read_draft(draft(tmp_path, None, alone))
+    with pytest.raises(CheckpointError, match=r"lacks fc\.weight.*use_aux_hidden_state"):
+        read_draft(draft(tmp_path, drop("fc.weight"), SGLANG))
+    norms = put(layers__0__input_layernorm__weight=np.ones(H, np.float32))
+    with pytest.raises(CheckpointError, match="use_aux_hidden_state is false and the first layer"):
+        read_draft(
+            draft(
+                tmp_path,
+                norms,
+                FLAT1 | {"eagle_config": {"use_aux_hidden_state": False}},
+                make(1),
+                with_maps=False,
+            )
+        )
 
 
 def test_flags_of_speculators_reach_the_model(tmp_path):

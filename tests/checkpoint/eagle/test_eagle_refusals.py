@@ -62,6 +62,7 @@ IDS = MADE.ids.astype(np.int64)
         (None, FLAT | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "contradicts"),  # A30
         (None, FLAT | {"rope_scaling": {"type": "spiral", "factor": 2.0}}, "spiral"),  # A29
         (None, FLAT | {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        (drop("lm_head.weight", "d2t", "t2d"), FLAT | {"draft_vocab_size": V}, "it has a head of its own"),
         (None, FLAT | {"eagle_aux_hidden_state_layer_ids": [4, 2, 3]}, "increasing"),
         (None, FLAT | {"eagle_aux_hidden_state_layer_ids": [2, 3, 4], "eagle_config":
                        {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, "twice and differently"),

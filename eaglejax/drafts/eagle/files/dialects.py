@@ -24,9 +24,14 @@ def write_config(
     config.json whose token ids are kept; ``verifier``: name of the target, for forms that record it.
     """
     out = _CONFIGS[form](config, architecture, dtype, source, verifier)
-    if config.basis is not None and KEY not in out:
-        # Other loaders pass over the key, and a second alignment has to be refused.
-        out[KEY] = {"basis": config.basis}
+    if KEY not in out:
+        # Other loaders pass over the key. A second alignment has to be refused, and an embedding that is lost
+        # would be taken from the target, whose is another.
+        block: dict[str, Any] = {} if config.basis is None else {"basis": config.basis}
+        if config.version == 3 and config.own_embedding:
+            block["own_embedding"] = True
+        if block:
+            out[KEY] = block
     return out
 
 
@@ -105,13 +110,13 @@ def _sglang_config(
     out = _flat_config(config, architecture, dtype, source, verifier)
     if config.version == 1:
         return out
-    out |= {"bias": config.fc_bias, "fc_norm": config.aux_norm == "each", "norm_output": config.head_norm}
+    out |= {"bias": config.fc_bias, "fc_norm": config.aux_norm == "each", "norm_output": config.feed_normed}
     return out | _block_ids(config)
 
 
 def _block_ids(config: EagleConfig, **more: Any) -> dict[str, Any]:
     """``eagle_config`` with layer ids that count blocks: boundary i is the output of block i - 1."""
-    inner: dict[str, Any] = {"use_aux_hidden_state": True, **more}
+    inner: dict[str, Any] = {"use_aux_hidden_state": not config.reads_final, **more}
     if config.aux:
         ids = [i - 1 for i in config.aux]
         if ids[0] != 1:
@@ -127,12 +132,16 @@ def _modelopt_config(
 ) -> dict[str, Any]:
     out = _flat_config(config, architecture, dtype, source, verifier)
     out |= {"attention_bias": False, "mlp_bias": False, "use_cache": True}
+    # Both names are in use for feeding the normalised state back.
+    fed = {"return_hidden_post_norm": True} if config.feed_normed else {}
+    out |= {"norm_output": True} if config.feed_normed else {}
     return out | _block_ids(
         config,
         use_input_layernorm_in_first_layer=True,
         use_last_layernorm=True,
         use_mtp_layernorm=False,
         next_layer_regular=True,
+        **fed,
     )
 
 

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from eaglejax.checkpoint.files import read_json
-from eaglejax.drafts.eagle.config import AuxNorm, EagleConfig
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files import norms, parts
 from eaglejax.drafts.eagle.files.names import PlainStore, open_draft
 from eaglejax.drafts.eagle.files.settings import KEY
 from eaglejax.drafts.eagle.files.shapes import Shapes
@@ -94,11 +95,9 @@ class _Reader(Shapes):
             )
         if self.whole("hidden_size") not in (None, hidden):
             self.fail(f"config.json says hidden_size {self.whole('hidden_size')}, the tensors have {hidden}")
-        fc_out, fc_in = self.matrix("fc.weight")
-        if fc_out != hidden:
-            self.fail(f"fc.weight makes {fc_out} values, the layers read {hidden}")
+        fc_in = self._fc_in(version, hidden)
         heads = self.heads(q_out)
-        vocab, draft_vocab, ids = self._vocabulary(hidden)
+        vocab, draft_vocab, ids = self._vocabulary(version, hidden)
         shared: dict[str, Any] = {
             "version": version,
             "vocab_size": vocab,
@@ -110,37 +109,65 @@ class _Reader(Shapes):
             "norm_eps": float(self.layer.get("rms_norm_eps") or 1e-6),
             "rope": self.rope(),
             "activation": self.activation(),
-            "fc_bias": self.has("fc.bias"),
-            "qkv_bias": any(self.has(f"layers.0.self_attn.{x}_proj.bias") for x in "qkv"),
-            "o_bias": self.has("layers.0.self_attn.o_proj.bias"),
-            "qk_norm": any(self.has(f"layers.0.self_attn.{x}_norm.weight") for x in "qk"),
-            "own_embedding": self.has("embed_tokens.weight"),
+            **parts.switches(self, version),
             "own_head": self.has("lm_head.weight"),
             "target_rows": self.settings.get("head") == "target_rows",
             "embed_scale": self.settings.get("embed_scale"),
             "softcap": self.settings.get("softcap"),
             "basis": self.settings.get("basis"),
-            "feature_map": self.has("feature_map.weight"),
         }
         unused: tuple[str, ...] = ()
         if version == 1:
-            if fc_in != 2 * hidden:
-                self.fail(f"fc.weight reads {fc_in} values; an EAGLE-1 draft's reads {2 * hidden}")
-            stated = self.raw.get("bias", self.raw.get("eagle_fc_bias"))
-            if stated is True and not shared["fc_bias"]:
-                self.fail("config.json says that fc has a bias, but there is no fc.bias")
-            if shared["fc_bias"] and stated is False:
-                self.notes.append("fc.bias is in the file and is used, although config.json says bias: false")
             specific: dict[str, Any] = {"target_hidden_size": hidden}
         else:
             specific, unused = self._third(hidden, fc_in, convention, override)
         config = EagleConfig(**shared, **specific, windows=self.windows(shared["num_layers"]))
         self._note_borrowing(config)
+        if self.own_form and "own_embedding" not in self.settings:
+            self.notes.append(
+                "an earlier eaglejax wrote this draft, without a record of its optional parts: a lost one "
+                "would not be missed (`eaglejax convert --to eaglejax` writes the record)"
+            )
         return DraftFile(
             self.folder, config, self.store, self.raw, ids, self._layout(version), unused, tuple(self.notes)
         )
 
-    def _vocabulary(self, hidden: int) -> tuple[int, int, np.ndarray | None]:
+    def _fc_in(self, version: int, hidden: int) -> int:
+        """Rows of ``fc``; 0 where there is none, because the first layer reads the target's last state."""
+        key = "use_aux_hidden_state"
+        fused = self.flag(key, True)
+        if version == 1:
+            fc_out, fc_in = self.matrix("fc.weight")
+            if fc_in != 2 * hidden:
+                self.fail(f"fc.weight reads {fc_in} values; an EAGLE-1 draft's reads {2 * hidden}")
+            if fused is False and self.has("layers.0.input_layernorm.weight"):
+                self.fail(
+                    f"{key} is false and the first layer has an input_layernorm: an EAGLE-1 draft with the "
+                    "norms of an MTP module, which drafts here do not have"
+                )
+        elif not self.has("fc.weight") and fused is False:
+            self.notes.append(
+                f"{key} is false and there is no fc: the draft reads the target's state behind its final "
+                "norm, as it is"
+            )
+            return 0
+        else:
+            if not self.has("fc.weight"):
+                self.fail(
+                    "lacks fc.weight, which fuses the target's features; only a draft whose config.json says "
+                    f"{key}: false has none"
+                )
+            fc_out, fc_in = self.matrix("fc.weight")
+            if fused is False:
+                self.fail(
+                    f"config.json says {key}: false, but the file holds fc.weight over {fc_in} values of "
+                    "features; one of them is wrong"
+                )
+        if fc_out != hidden:
+            self.fail(f"fc.weight makes {fc_out} values, the layers read {hidden}")
+        return fc_in
+
+    def _vocabulary(self, version: int, hidden: int) -> tuple[int, int, np.ndarray | None]:
         """(V, Vd, target ids or None) from the map, the embedding, the head and, last, the config."""
         sizes: dict[str, int] = {}
         for name in ("t2d", "d2t"):
@@ -171,14 +198,16 @@ class _Reader(Shapes):
             self.fail(f"d2t has {sizes['d2t']} entries for a head of {draft} tokens")
         if stated not in (None, draft):
             self.notes.append(f"config.json says draft_vocab_size {stated}; the tensors say {draft}")
-        self._check_head(draft < vocab)
+        self._check_head(version, draft < vocab)
+        parts.vocabulary_map(self)
         ids, note = target_ids(self.store, vocab, draft, str(self.folder))
         if note:
             self.notes.append(note)
         return vocab, draft, ids
 
-    def _check_head(self, reduced: bool) -> None:
-        """Without a word from the file, a reduced draft without a head is a broken one."""
+    def _check_head(self, version: int, reduced: bool) -> None:
+        """Without a word from the file, a reduced draft without a head is a broken one; so is an EAGLE-3
+        draft that names the size of its head's vocabulary."""
         said, found = self.settings.get("head"), self.has("lm_head.weight")
         if said is not None and (said == "own") != found:
             self.fail(
@@ -187,6 +216,10 @@ class _Reader(Shapes):
             )
         if said == "target_rows" and not reduced:
             self.fail(f"config.json says {KEY}.head: 'target_rows', but the draft has the whole vocabulary")
+        if version == 3 and not found and said is None and self.raw.get("draft_vocab_size") and not reduced:
+            self.fail(
+                "lacks lm_head.weight, but config.json gives draft_vocab_size: it has a head of its own"
+            )
         if reduced and not found and said != "target_rows":
             self.fail(
                 "lacks lm_head.weight; a draft of a part of the vocabulary cannot borrow the target's head "
@@ -197,35 +230,24 @@ class _Reader(Shapes):
         self, hidden: int, fc_in: int, convention: AuxConvention, override: tuple[int, ...] | None
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Settings that EAGLE-3 alone has, and tensors that they switch off."""
-        if self.flag("use_aux_hidden_state", True) is False:
-            self.fail(
-                "use_aux_hidden_state is false: an EAGLE-3 layer on the final feature alone is not supported"
-            )
-        each = sum(bool(re.fullmatch(r"fc_norm\.\d+\.weight", n)) for n in self.store.names())
-        joined = self.has("input_norm.weight")
-        for flag, present, tensor in (
-            ("norm_before_fc", joined, "input_norm.weight"),
-            ("fc_norm", bool(each), "fc_norm.0.weight"),
-        ):
-            stated = self.flag(flag)
-            if stated and not present:
-                self.fail(f"config.json sets {flag}, but there is no {tensor}")
-            if stated is False and present:
-                self.fail(
-                    f"config.json says {flag}: false, but the file holds {tensor}; one of them is wrong"
+        if fc_in:
+            aux_norm, each = parts.feature_norm(self, fc_in)
+            aux = override if override is not None else self._boundaries(convention)
+            num_aux, target_hidden = self._widths(hidden, fc_in, len(aux), each)
+        else:
+            aux_norm, aux, num_aux, target_hidden = "none", (), 0, hidden
+            if override:
+                raise ConfigError(
+                    f"{self.folder} reads the target's state behind its final norm and no other; aux and "
+                    "--aux are for drafts that fuse features"
                 )
-        if joined and each:
-            self.fail("it holds both input_norm and fc_norm; a draft normalises its features one way")
-        aux_norm: AuxNorm = "each" if each else "joined" if joined else "none"
-        aux = override if override is not None else self._boundaries(convention)
-        num_aux, target_hidden = self._widths(hidden, fc_in, len(aux), each)
-        head_norm, feed_normed, unused = self._norm_output()
+        head_norm, feed_normed, unused = norms.state_norms(self)
         return {
             "target_hidden_size": target_hidden,
             "num_aux": num_aux,
             "aux": aux,
             "aux_norm": aux_norm,
-            "norm_before_residual": bool(self.flag("norm_before_residual", False)),
+            "norm_before_residual": norms.residual(self),
             "head_norm": head_norm,
             "feed_normed": feed_normed,
         }, unused
@@ -288,26 +310,6 @@ class _Reader(Shapes):
             )
         return count, fc_in // count
 
-    def _norm_output(self) -> tuple[bool, bool, tuple[str, ...]]:
-        """(norm before the head, state fed back after it, tensors unused): one flag, a meaning a producer."""
-        flag = self.flag("norm_output")
-        if "head_norm" in self.settings:
-            if flag is not None:
-                self.fail(f"config.json has norm_output and {KEY}.head_norm; one of them is to go")
-            head_norm = self.settings["head_norm"]
-            return head_norm, bool(self.flag("feed_normed")), () if head_norm else ("norm.weight",)
-        if self.speculators:
-            return True, bool(flag), ()
-        if flag is None:
-            return True, False, ()
-        if flag:
-            self.notes.append(
-                "norm_output: true in a flat config means a norm before the head (SpecForge), as usual"
-            )
-            return True, False, ()
-        self.notes.append("norm_output: false in a flat config means no norm before the head (SpecForge)")
-        return False, False, ("norm.weight",)
-
     def _note_borrowing(self, config: EagleConfig) -> None:
         parts = (("embedding", config.own_embedding), ("head", config.own_head))
         borrowed = [name for name, own in parts if not own]
@@ -321,7 +323,7 @@ class _Reader(Shapes):
     def _layout(self, version: int) -> str:
         stored = list(self.store.stored.values())
         wrapped = any(n.startswith(("model.", "draft_model.", "eagle_module.", "module.")) for n in stored)
-        if "head" in self.settings:
+        if self.own_form:
             return "eaglejax"
         if self.speculators:
             return "speculators"

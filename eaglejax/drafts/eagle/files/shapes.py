@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from eaglejax.drafts.eagle.files.names import PlainStore
-from eaglejax.drafts.eagle.files.settings import KEY, read_settings
+from eaglejax.drafts.eagle.files.settings import ARCHITECTURE, KEY, read_settings
 from eaglejax.errors import CheckpointError
 from eaglejax.nn import rope
 
@@ -36,6 +36,7 @@ class Shapes:
         self.folder, self.raw, self.store = folder, raw, store
         self.notes: list[str] = []
         self.settings = read_settings(raw)
+        self.own_form = "head" in self.settings and raw.get("architectures") == [ARCHITECTURE]
         nested = raw.get("transformer_layer_config")
         self.speculators = any(
             k in raw for k in ("speculators_config", "speculators_model_type", "transformer_layer_config")
@@ -153,6 +154,8 @@ class Shapes:
             self.fail(f"its layers are numbered {found}; they must count up from 0")
         stated = self.whole("num_hidden_layers")
         if stated not in (None, len(found)):
+            if self.own_form:
+                self.fail(f"config.json says {stated} layers; the file holds {len(found)}: some were lost")
             self.notes.append(
                 f"config.json says {stated} layers; the file holds {len(found)}, which is what counts"
             )

@@ -42,7 +42,14 @@ def target_ids(store: PlainStore, vocab: int, draft: int, where: str) -> tuple[n
     known = np.flatnonzero(np.asarray(store.array("t2d")).astype(bool)) if "t2d" in names else None
     note = None
     if "d2t" in names:
-        ids = _from_offsets(np.asarray(store.array("d2t")), vocab, draft, known, fail)
+        offsets = np.asarray(store.array("d2t"))
+        ids = _from_offsets(offsets, vocab, draft, known, fail)
+        if draft < vocab and known is None and not offsets.any():
+            note = (
+                f"d2t is all zeros and there is no t2d to tell: the draft's ids are read as target ids 0 to "
+                f"{draft - 1}. A map that was lost when the draft was saved looks the same, and its drafts "
+                "would all be wrong tokens"
+            )
     elif draft == vocab:
         ids = np.arange(vocab)
     elif known is not None:

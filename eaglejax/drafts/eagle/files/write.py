@@ -24,6 +24,7 @@ from eaglejax.drafts.eagle.files.dialects import write_config
 from eaglejax.drafts.eagle.files.load import head_matrix
 from eaglejax.drafts.eagle.files.names import IGNORABLE, rules
 from eaglejax.drafts.eagle.files.read import DraftFile
+from eaglejax.drafts.eagle.files.settings import ARCHITECTURE
 from eaglejax.drafts.eagle.files.vocabulary import looks_absolute
 from eaglejax.drafts.eagle.model import Weights, param_table
 from eaglejax.errors import ConfigError
@@ -71,14 +72,14 @@ _COMMON_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
 _PLAIN_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
     *_COMMON_LIMITS,
     ("norm_before_residual", lambda c: c.norm_before_residual),
-    ("feeding the normalised state back", lambda c: c.feed_normed),
     ("one norm over the joined features", lambda c: c.aux_norm == "joined"),
     ("q/k norms", lambda c: c.qk_norm),
     ("a bias of o_proj", lambda c: c.o_bias),
     ("sliding-window layers", lambda c: any(c.windows)),
 )
 _ONE_LAYER = ("more than one layer", lambda c: c.version == 3 and c.num_layers > 1)
-_THREE = ("another number of features than 3", lambda c: c.version == 3 and c.num_aux != 3)
+_FUSED = ("reading the target's last state alone", lambda c: c.version == 3 and c.reads_final)
+_THREE = ("another number of features than 3", lambda c: c.version == 3 and c.num_aux not in (0, 3))
 _FIRST_BLOCK = (
     ("the embedding output (boundary 0) as a feature", lambda c: 0 in c.aux),
     (
@@ -100,7 +101,9 @@ FORMS: dict[str, Form] = {
             *_PLAIN_LIMITS,
             _ONE_LAYER,
             _THREE,
+            _FUSED,
             _HEAD_NORM,
+            ("feeding the normalised state back", lambda c: c.feed_normed),
             ("a norm of each feature", lambda c: c.aux_norm == "each"),
             ("biases of q, k and v in EAGLE-3", lambda c: c.version == 3 and c.qkv_bias),
             ("a bias of fc in EAGLE-3", lambda c: c.version == 3 and c.fc_bias),
@@ -122,6 +125,7 @@ FORMS: dict[str, Form] = {
             *_PLAIN_LIMITS,
             _ONE_LAYER,
             _THREE,
+            _HEAD_NORM,
             ("biases of q, k and v in EAGLE-3", lambda c: c.version == 3 and c.qkv_bias),
             *_FIRST_BLOCK,
         ),
@@ -135,6 +139,7 @@ FORMS: dict[str, Form] = {
         architecture={3: "Eagle3Speculator"},
         cannot=(
             *_COMMON_LIMITS,
+            _FUSED,
             _HEAD_NORM,
             ("another hidden size than the target's", lambda c: c.hidden_size != c.target_hidden_size),
             ("biases of q, k, v without one of o_proj, or the reverse", lambda c: c.qkv_bias != c.o_bias),
@@ -166,7 +171,7 @@ FORMS: dict[str, Form] = {
         map_always=False,
         t2d=True,
         embedding=True,
-        architecture={1: "EaglejaxDraft", 3: "EaglejaxDraft"},
+        architecture={1: ARCHITECTURE, 3: ARCHITECTURE},
         cannot=(_ASCENDING,),
         as_is=True,
     ),
@@ -239,9 +244,8 @@ def write_draft(
     if not form.as_is:
         _settle_parts(config, tensors, ids, form, to, target, notes)
     _settle_boundaries(config, to, target, notes)
-    if config.version == 3 and not config.head_norm and not form.as_is:
-        # The loader makes the module whether or not it is used.
-        tensors["norm.weight"] = _pending(np.ones(config.hidden_size, tensors["fc.weight"].dtype))
+    dtype = tensors["layers.0.self_attn.o_proj.weight"].dtype.name
+    config = dataclasses.replace(config, own_embedding=_EMBED in tensors)
     tensors = {_name(name, config, form): value for name, value in tensors.items()}
     if config.version == 3 and (ids is not None or form.map_always):
         full = np.arange(config.draft_vocab_size) if ids is None else np.asarray(ids, np.int64)
@@ -255,9 +259,7 @@ def write_draft(
             member = np.zeros(config.vocab_size, np.bool_)
             member[full] = True
             tensors["t2d"] = _pending(member)
-    document = write_config(
-        to, config, form.architecture[config.version], tensors["fc.weight"].dtype.name, source or {}, verifier
-    )
+    document = write_config(to, config, form.architecture[config.version], dtype, source or {}, verifier)
     out.mkdir(parents=True, exist_ok=True)
     write_safetensors(out / "model.safetensors", tensors, {"format": "pt"})
     write_text(out / "config.json", json.dumps(document, indent=2) + "\n")
