@@ -60,9 +60,7 @@ HEAD = {"head_norm": True, "own_head": True}
 FULL = [
     EagleConfig(version=1, draft_vocab_size=V, feature_map=True, own_head=True, **SHAPE),
     EagleConfig(version=3, draft_vocab_size=VD, num_aux=3, aux_norm="each", **HEAD, **SHAPE),
-    EagleConfig(
-        version=3, draft_vocab_size=V, num_aux=2, aux_norm="joined", basis="b", own_head=True, **SHAPE
-    ),
+    EagleConfig(version=3, draft_vocab_size=V, num_aux=2, aux_norm="joined", basis="b", **HEAD, **SHAPE),
     EagleConfig(version=3, draft_vocab_size=V, feature_map=True, **HEAD, **SHAPE | {"fc_bias": False}),
 ]
 
@@ -158,7 +156,7 @@ PROMISES = {
         nested(attention_bias=True),
         bias(*"qkvo"),
         bias("o"),
-        r"no layers\.0\.self_attn\.o_proj",
+        r"no layers\.0.*o_proj\.bias",
     ),
     "speculators q": (nested(attention_bias=True), bias(*"qkvo"), bias("q"), r"lacks 1 tensors.*q_proj"),
     "sglang o": (SGLANG | {"attention_bias": True}, bias(*"qkvo"), bias("o"), "attention_bias: true, but"),
@@ -168,7 +166,7 @@ PROMISES = {
         speculators_config(embed_requires_grad=True),
         EMBED,
         EMBED,
-        "embed_requires_grad: true",
+        "requires_grad: true",
     ),
     "speculators norm": (speculators_config(norm_before_fc=True), JOINED, JOINED, "sets norm_before_fc"),
     "modelopt norm": (OF_MODELOPT, JOINED, JOINED, "sets norm_before_fc"),

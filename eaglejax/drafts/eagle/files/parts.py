@@ -47,8 +47,8 @@ def switches(file: Shapes, version: int) -> dict[str, bool]:
             if says and not found[name]:
                 what = f"that fc has a bias ({key}: true)" if name == "fc_bias" else f"{key}: true"
                 file.fail(
-                    f"config.json says {what}, but there is no {_SWITCHES[name][1]}; a tensor was lost, or the "
-                    "key is wrong"
+                    f"config.json says {what}, but there is no {_SWITCHES[name][1]}; a tensor was lost, or "
+                    "the key is wrong"
                 )
             if says is False and found[name]:
                 file.notes.append(
@@ -79,8 +79,8 @@ def _promises(
         nested = raw.get("transformer_layer_config")
         if isinstance(nested, Mapping) and nested.get("model_type") == "qwen3" and not found["qk_norm"]:
             file.fail(
-                "transformer_layer_config.model_type is qwen3, whose layers norm queries and keys, but there is "
-                f"no {_SWITCHES['qk_norm'][1]}"
+                "transformer_layer_config.model_type is qwen3, whose layers norm queries and keys, but there "
+                f"is no {_SWITCHES['qk_norm'][1]}"
             )
         if raw.get("embed_requires_grad") is True:
             out.append(("embed_requires_grad", True, ("own_embedding",)))
