@@ -99,8 +99,8 @@ class Parity:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be 1 or more")
 
     def _replay(self, path: Path) -> int:
-        from eaglejax.interop.adapter import get_adapter
-        from eaglejax.interop.replay import open_bundle, replay
+        from eaglejax.interop.backends.adapter import get_adapter
+        from eaglejax.interop.parity.replay import open_bundle, replay
 
         assert self.backend is not None
         adapter = get_adapter(self.backend, self.device)
@@ -112,11 +112,11 @@ class Parity:
         return self._print(report, failed=False)
 
     def _compare(self) -> int:
-        from eaglejax.interop.adapter import get_adapter
-        from eaglejax.interop.check import Checker, Prompt
-        from eaglejax.interop.export import export_draft, export_target
-        from eaglejax.interop.replay import compare
-        from eaglejax.interop.trace import Tracer
+        from eaglejax.interop.backends.adapter import get_adapter
+        from eaglejax.interop.convert.export import export_draft, export_target
+        from eaglejax.interop.parity.check import Checker, Prompt
+        from eaglejax.interop.parity.replay import compare
+        from eaglejax.interop.parity.trace import Tracer
 
         rows = read_prompts(self.prompts or "", limit=self.limit)
         # A backend that cannot run is refused before a model is loaded.
@@ -180,7 +180,7 @@ class Parity:
         if self.record is None:
             yield lambda prompt, stages: stages
             return
-        from eaglejax.interop.recording import MIB, Options, recording
+        from eaglejax.interop.parity.recording import MIB, Options, recording
 
         options = Options(
             self.record_rounds,
@@ -221,7 +221,7 @@ class Parity:
         if self.json:
             show.print_json(report)
         else:
-            from eaglejax.interop.report import text
+            from eaglejax.interop.parity.report import text
 
             show.write_text(text(report) + "\n")
         return 0 if report["agrees"] and not failed else 1

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.interop.compare import TIE as TOLERANCE
+from eaglejax.interop.parity.compare import TIE as TOLERANCE
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target

@@ -16,7 +16,7 @@ from tiny_model import write_model
 from eaglejax.cli.main import main
 from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.model import init_eagle
-from eaglejax.interop.bundle import Bundle
+from eaglejax.interop.parity.bundle import Bundle
 
 TREE3 = '{"method": "eagle3", "tree_depth": 3, "tree_branching": 2, "tree_nodes": 6}'
 TREE1 = '{"method": "eagle1", "speculative_token_tree": [[0], [1], [0, 0]]}'

@@ -17,12 +17,12 @@ from parity_tools import PROMPTS, ROUNDS, TOKENS, recorded
 import eaglejax as ej
 from eaglejax.drafts.grow import DynamicTree
 from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.interop.blob import Blob, write_blob
-from eaglejax.interop.bundle import Bundle, StageWriter, write_manifest
-from eaglejax.interop.compare import Recorded
-from eaglejax.interop.export import export_draft, export_target
-from eaglejax.interop.replay import open_bundle, replay
-from eaglejax.interop.torch_cpu import TorchCPU
+from eaglejax.interop.backends.torch_cpu import TorchCPU
+from eaglejax.interop.convert.export import export_draft, export_target
+from eaglejax.interop.parity.blob import Blob, write_blob
+from eaglejax.interop.parity.bundle import Bundle, StageWriter, write_manifest
+from eaglejax.interop.parity.compare import Recorded
+from eaglejax.interop.parity.replay import open_bundle, replay
 
 WITHOUT_JAX = """
 import runpy, sys
@@ -142,7 +142,8 @@ def flip(path, at=-1):
 
 
 @pytest.mark.parametrize(
-    "name", ["records.bin", "weights.bin", "manifest.json", "replay.py", "code/eaglejax/interop/check.py"]
+    "name",
+    ["records.bin", "weights.bin", "manifest.json", "replay.py", "code/eaglejax/tap.py"],
 )
 def test_what_was_changed_is_refused_by_name(bundle, name):
     flip(bundle / name, at=40)
@@ -150,7 +151,7 @@ def test_what_was_changed_is_refused_by_name(bundle, name):
         Bundle(bundle)
 
 
-@pytest.mark.parametrize("name", ["records.bin", "weights.bin", "code/eaglejax/interop/names.py"])
+@pytest.mark.parametrize("name", ["records.bin", "weights.bin", "code/eaglejax/interop/parity/names.py"])
 def test_what_was_cut_off_or_went_missing_is_refused_by_name(bundle, name):
     path = bundle / name
     whole = path.read_bytes()

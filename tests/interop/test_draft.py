@@ -23,12 +23,13 @@ from eaglejax.drafts.base import Bound
 from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.tree import chain, from_choices
 from eaglejax.errors import ConfigError, RequestError
-from eaglejax.interop import export, growth
-from eaglejax.interop.adapter import get_adapter
-from eaglejax.interop.names import parse
+from eaglejax.interop.backends.adapter import get_adapter
+from eaglejax.interop.convert import export
+from eaglejax.interop.models import growth
+from eaglejax.interop.models.runner import TorchRunner
+from eaglejax.interop.models.specs import to_dict
+from eaglejax.interop.parity.names import parse
 from eaglejax.interop.portable import write_sources
-from eaglejax.interop.runner import TorchRunner
-from eaglejax.interop.specs import to_dict
 from eaglejax.speculate import rounds
 from eaglejax.speculate.rounds import Params, Program
 from eaglejax.speculate.verify import verify
@@ -282,7 +283,7 @@ def test_the_adapters_of_a_rotated_target_turn_features():
     exported = export.export_draft(Bound(draft.proposer, params))
     assert torch.allclose(exported.draft.target_maps[0], torch.tensor(np.asarray(turn)))
     from eaglejax.drafts.eagle import model as eagle_model
-    from eaglejax.interop import eagle
+    from eaglejax.interop.models import eagle
 
     features = rng.normal(size=(2, 3, 1, 16)).astype(np.float32)
     got = eagle.fuse(CPU, exported.spec, exported.draft, torch.from_numpy(features))
@@ -312,11 +313,11 @@ def test_it_runs_from_plain_arrays_where_there_is_no_jax(tmp_path):
         for name in ("jax", "jaxlib", "flax", "ml_dtypes"):
             sys.modules[name] = None
         import torch
-        from eaglejax.interop.adapter import get_adapter
-        from eaglejax.interop.eagle import Draft
-        from eaglejax.interop.runner import TorchDraft, TorchRunner, TorchTarget
-        from eaglejax.interop.specs import from_dict
-        import eaglejax.interop.selfcheck
+        from eaglejax.interop.backends.adapter import get_adapter
+        from eaglejax.interop.models.eagle import Draft
+        from eaglejax.interop.models.runner import TorchDraft, TorchRunner, TorchTarget
+        from eaglejax.interop.models.specs import from_dict
+        import eaglejax.interop.backends.selfcheck
 
         specs = {{k: from_dict(v) for k, v in json.load(open("specs.json")).items()}}
         weights = torch.load("weights.pt", weights_only=True)
@@ -342,11 +343,11 @@ def test_without_torch_there_is_a_clear_error_and_names_still_work(tmp_path):
     script = """
         import sys
         sys.modules["torch"] = None
-        from eaglejax.interop import names
-        assert names.name("round", 1, "verify", "path") == "round/1/verify/path"
+        from eaglejax.interop.parity import names
+        assert str(names.Place("round", 1, "verify", "path")) == "round/1/verify/path"
         from eaglejax.errors import ConfigError
         try:
-            import eaglejax.interop.runner
+            import eaglejax.interop.models.runner
         except ConfigError as error:
             assert "pip install 'eaglejax[torch]'" in str(error), error
         else:

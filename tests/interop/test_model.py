@@ -14,12 +14,13 @@ import torch
 import torch_cases as cases
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop import decoder as torch_decoder
-from eaglejax.interop import export, layers
-from eaglejax.interop.adapter import get_adapter
-from eaglejax.interop.arrays import to_numpy
-from eaglejax.interop.specs import from_dict, to_dict
-from eaglejax.interop.tensors import cache_to_torch, to_torch, tree_to_torch
+from eaglejax.interop.backends.adapter import get_adapter
+from eaglejax.interop.backends.arrays import to_numpy
+from eaglejax.interop.convert import export
+from eaglejax.interop.convert.tensors import cache_to_torch, to_torch, tree_to_torch
+from eaglejax.interop.models import decoder as torch_decoder
+from eaglejax.interop.models import layers
+from eaglejax.interop.models.specs import from_dict, to_dict
 from eaglejax.models import decoder
 from eaglejax.nn.cache import KVCache
 from eaglejax.nn.rope import RopeConfig, frequencies
@@ -149,7 +150,7 @@ def test_rope_frequencies_survive_json_to_the_bit():
 
 @pytest.mark.parametrize("size", [8, 12, 24, 40])
 def test_hadamard_is_the_kernels(size):
-    from eaglejax.interop.tensors import hadamard_base
+    from eaglejax.interop.convert.tensors import hadamard_base
     from kernels_pallas.hadamard import hadamard_matrix
 
     x = np.random.default_rng(0).normal(size=(3, size)).astype(np.float32)

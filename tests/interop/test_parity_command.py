@@ -5,8 +5,8 @@ import json
 import pytest
 from parity_tools import ROUNDS, TREE3, recorded
 
-from eaglejax.interop.names import parse
-from eaglejax.interop.report import text
+from eaglejax.interop.parity.names import parse
+from eaglejax.interop.parity.report import text
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +108,9 @@ def write_other_weights(recording, tmp_path):
     """The same recording with another matrix in the target's second layer."""
     import shutil
 
-    from eaglejax.interop.blob import write_blob
-    from eaglejax.interop.bundle import write_manifest
-    from eaglejax.interop.weights import write_models
+    from eaglejax.interop.parity.blob import write_blob
+    from eaglejax.interop.parity.bundle import write_manifest
+    from eaglejax.interop.parity.weights import write_models
 
     folder = tmp_path / "other"
     shutil.copytree(recording.path, folder)

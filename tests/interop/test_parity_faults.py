@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 from tiny_draft import EAGLE1
 
 from eaglejax.cli.main import main
-from eaglejax.interop import decoder, runner
-from eaglejax.interop.check import Checker, Prompt
-from eaglejax.interop.limits import LimitError
-from eaglejax.interop.replay import about_bundle, compare, isolate, open_bundle
-from eaglejax.interop.torch_cpu import TorchCPU
+from eaglejax.interop.backends.limits import LimitError
+from eaglejax.interop.backends.torch_cpu import TorchCPU
+from eaglejax.interop.models import decoder, runner
+from eaglejax.interop.parity.check import Checker, Prompt
+from eaglejax.interop.parity.replay import about_bundle, compare, isolate, open_bundle
 
 
 @pytest.fixture(scope="module")
@@ -199,13 +199,13 @@ def test_a_cache_that_keeps_the_wrong_node(eagle3, monkeypatch):
 
 
 def test_a_verification_that_takes_another_path(eagle3, monkeypatch):
-    plain = runner._verify
+    plain = runner.verify
 
     def verify(tree, best, levels):
         path, accepted, following = plain(tree, best, levels)
         return path, accepted, (following + 1) % 264
 
-    monkeypatch.setattr(runner, "_verify", verify)
+    monkeypatch.setattr(runner, "verify", verify)
     fault = first(eagle3)
     assert fault["name"] == "round/0/verify/tokens"
     assert fault["difference"]["found"] == fault["difference"]["expected"] + 1

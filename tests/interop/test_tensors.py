@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop import arrays
-from eaglejax.interop.layers import packed_linear
-from eaglejax.interop.tensors import cache_to_jax, cache_to_torch, to_jax, to_torch, tree_to_torch
-from eaglejax.interop.torch_cpu import TorchCPU
+from eaglejax.interop.backends import arrays
+from eaglejax.interop.backends.torch_cpu import TorchCPU
+from eaglejax.interop.convert.tensors import cache_to_jax, cache_to_torch, to_jax, to_torch, tree_to_torch
+from eaglejax.interop.models.layers import packed_linear
 from eaglejax.nn.cache import init_cache
 
 VALUES = np.asarray([[0.0, 1.5, -2.0, 96.0], [-0.25, 3.0, 0.5, -8.0]], np.float32)

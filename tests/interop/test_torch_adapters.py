@@ -12,13 +12,13 @@ from fakes.musa import FakeMusa
 from fakes.npu import FakeNPU
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop import ascend, selfcheck
-from eaglejax.interop.adapter import get_adapter, integer_product, reference_attention
-from eaglejax.interop.ascend import Ascend, npu_mask, sequence_lengths
-from eaglejax.interop.limits import LimitError
-from eaglejax.interop.musa import Musa
+from eaglejax.interop.backends import ascend, selfcheck
+from eaglejax.interop.backends.adapter import get_adapter, integer_product, reference_attention
+from eaglejax.interop.backends.ascend import Ascend, npu_mask, sequence_lengths
+from eaglejax.interop.backends.limits import LimitError
+from eaglejax.interop.backends.musa import Musa
+from eaglejax.interop.backends.torch_cpu import TorchCPU
 from eaglejax.interop.portable import write_sources
-from eaglejax.interop.torch_cpu import TorchCPU
 
 
 @pytest.fixture
@@ -281,8 +281,8 @@ def test_a_private_device_is_known_by_its_name_and_never_taken_for_cuda(tmp_path
         sys.modules["jax"] = None
         import torch
         from eaglejax.errors import ConfigError
-        from eaglejax.interop.adapter import get_adapter
-        from eaglejax.interop.arrays import torch_device
+        from eaglejax.interop.backends.adapter import get_adapter
+        from eaglejax.interop.backends.arrays import torch_device
 
         for name in ("musa:0", "npu:0"):
             try:

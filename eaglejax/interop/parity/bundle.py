@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.interop.blob import Blob, BlobWriter, check_file, sha256
-from eaglejax.interop.compare import Committed, Recorded, Stage, is_coarse
-from eaglejax.interop.names import parse
-from eaglejax.interop.runner import TorchDraft, TorchTarget
-from eaglejax.interop.weights import read_models
+from eaglejax.interop.models.runner import TorchDraft, TorchTarget
+from eaglejax.interop.parity.blob import Blob, BlobWriter, check_file, sha256
+from eaglejax.interop.parity.compare import Committed, Recorded, Stage, is_coarse
+from eaglejax.interop.parity.names import parse
+from eaglejax.interop.parity.weights import read_models
 
 FORMAT = "eaglejax-parity-bundle"
 VERSION = 1

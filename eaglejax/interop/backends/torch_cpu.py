@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eaglejax.interop.adapter import FLOATS, Availability, DeviceAdapter
-from eaglejax.interop.limits import AttentionLimits, Limits, MergeLimits, QuantLimits
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.adapter import FLOATS, Availability, DeviceAdapter
+from eaglejax.interop.backends.limits import AttentionLimits, Limits, MergeLimits, QuantLimits
+from eaglejax.interop.backends.torch_import import torch
 
 PLAIN = Limits(
     attention=(AttentionLimits("torch operators", FLOATS),),

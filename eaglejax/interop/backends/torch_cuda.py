@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eaglejax.interop.adapter import Availability, DeviceAdapter
-from eaglejax.interop.torch_cpu import PLAIN
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.adapter import Availability, DeviceAdapter
+from eaglejax.interop.backends.torch_cpu import PLAIN
+from eaglejax.interop.backends.torch_import import torch
 
 
 class TorchCUDA(DeviceAdapter):

@@ -17,9 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.adapter import DeviceAdapter
-from eaglejax.interop.arrays import to_numpy, to_tensor
-from eaglejax.interop.compare import (
+from eaglejax.interop.backends.adapter import DeviceAdapter
+from eaglejax.interop.backends.arrays import to_numpy, to_tensor
+from eaglejax.interop.backends.limits import LimitError
+from eaglejax.interop.backends.torch_import import torch
+from eaglejax.interop.models.decoder import Cache
+from eaglejax.interop.models.runner import State, TorchDraft, TorchRunner, TorchTarget
+from eaglejax.interop.parity.compare import (
     TIE,
     TOLERANCE,
     Committed,
@@ -31,14 +35,10 @@ from eaglejax.interop.compare import (
     follows,
     tolerance,
 )
-from eaglejax.interop.decisions import Decision, first_decision
-from eaglejax.interop.decoder import Cache
-from eaglejax.interop.limits import LimitError
-from eaglejax.interop.names import Place, parse
-from eaglejax.interop.report import Finding, PromptResult, Worst
-from eaglejax.interop.runner import State, TorchDraft, TorchRunner, TorchTarget
-from eaglejax.interop.tap import Tap
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.parity.decisions import Decision, first_decision
+from eaglejax.interop.parity.names import Place, parse
+from eaglejax.interop.parity.report import Finding, PromptResult, Worst
+from eaglejax.interop.parity.watcher import Watcher
 
 DEEP_ROUNDS = 2
 """Rounds of the first prompt that are led whatever the free run says, besides its first chunk."""
@@ -88,8 +88,8 @@ class Checker:
         eos_ids: Sequence[int] = (),
     ) -> None:
         self.dtype, self.tie = dtype, TIE[dtype]
-        self._tap = Tap(dtype)
-        self._runner = TorchRunner(target, draft, adapter, record=self._tap)
+        self._watcher = Watcher(dtype)
+        self._runner = TorchRunner(target, draft, adapter, record=self._watcher)
         self._eos = tuple(eos_ids)
         self._explained: dict[tuple[str, str], float] = {}
         self._started = False
@@ -146,13 +146,17 @@ class Checker:
         state.stages[place.stage] = place.index
         if stage.stage == "round":
             state.root = torch.full_like(state.root, int(stage.value("tree", "tokens")[0]))
-        self._tap.keep = name
+        self._watcher.keep = name
         self._run(prompt, stage, state, details)
-        if name not in self._tap.differences or self._tap.kept is None:
+        if name not in self._watcher.differences or self._watcher.kept is None:
             raise ConfigError(f"the torch run computes no {name}")
         before = {x: details[x] for x in list(details)[: list(details).index(name)]}
         return Isolated(
-            self._tap.differences[name], self._tap.hints.get(name, ""), details[name], self._tap.kept, before
+            self._watcher.differences[name],
+            self._watcher.hints.get(name, ""),
+            details[name],
+            self._watcher.kept,
+            before,
         )
 
     def _stage(
@@ -161,7 +165,7 @@ class Checker:
         """The state after ``stage``; None where the comparison of this prompt ends."""
         before = _fork(state)
         self._run(prompt, stage, state, None)
-        decision = first_decision(stage, self._tap.found)
+        decision = first_decision(stage, self._watcher.found)
         suspects = self._suspects(stage, decision)
         if decision is None and not suspects and not deep:
             return state
@@ -188,7 +192,7 @@ class Checker:
         return led if finding.kind == "near_tie" else None
 
     def _run(self, prompt: Prompt, stage: Stage, state: State, lead: dict[str, Recorded] | None) -> None:
-        self._tap.begin(lead, stage.extent)
+        self._watcher.begin(lead, stage.extent)
         if stage.stage == "round":
             self._runner.round(state, self._eos)
             return
@@ -213,7 +217,7 @@ class Checker:
             if place.part in ("tree", "verify") and place.operation != "scores":
                 continue  # choices, which first_decision judges
             allowed = tolerance(self.dtype, place)
-            found = difference(place, expected, self._tap.found[name], stage.extent, allowed)
+            found = difference(place, expected, self._watcher.found[name], stage.extent, allowed)
             if not found.exact:
                 _note(self.free, found)
             if not found.relative <= max(allowed, 2 * self._explained.get(_key(name), 0.0)):
@@ -247,7 +251,7 @@ class Checker:
         """The first operation that is wrong on equal inputs; its hint counts the others."""
         wrong = []
         for name in details:
-            found = self._tap.differences.get(name)
+            found = self._watcher.differences.get(name)
             if found is None:
                 text = "the torch run computes no such tensor in this stage"
                 return Finding("fault", prompt.name, name, text=text)
@@ -258,7 +262,7 @@ class Checker:
         if not wrong:
             return None
         first, others = wrong[0], [x.name for x in wrong[1:]]
-        hints = [self._tap.hints.get(first.name, "")]
+        hints = [self._watcher.hints.get(first.name, "")]
         if others:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             hints.append(f"also wrong on equal inputs: {', '.join(others[:3])}{more}")
@@ -276,7 +280,7 @@ class Checker:
         """Whether a choice among equal logits differs by the rounding of their log-softmax alone."""
         if place.part != "tree":
             return False
-        decision = first_decision(stage, self._tap.found)
+        decision = first_decision(stage, self._watcher.found)
         return decision is not None and decision.gap <= SAME_LOGITS
 
     def _judge_decision(self, prompt: Prompt, decision: Decision) -> Finding:

@@ -120,14 +120,6 @@ class Place:
         return "/".join(map(str, [*parts, self.operation]))
 
 
-def name(
-    stage: str, index: int, part: str, operation: str, *, step: int | None = None, layer: int | None = None
-) -> str:
-    """The name of a recorded tensor; the one place where names are made. Raises ConfigError for no such
-    place."""
-    return str(Place(stage, index, part, operation, step=step, layer=layer))
-
-
 def parse(text: str) -> Place:
     """The place that a name stands for; raises ConfigError where it is none."""
     rest = text.split("/")

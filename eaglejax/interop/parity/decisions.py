@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from eaglejax.interop.compare import Recorded, Stage
-from eaglejax.interop.names import Place
+from eaglejax.interop.parity.compare import Recorded, Stage
+from eaglejax.interop.parity.names import Place
 
 _TREE = ("tokens", "parent", "depth", "valid")
 

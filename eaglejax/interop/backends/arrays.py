@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.torch_import import torch
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

@@ -17,10 +17,10 @@ from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError
-from eaglejax.interop.eagle import Draft
-from eaglejax.interop.runner import TorchDraft, TorchTarget
-from eaglejax.interop.specs import DecoderSpec, EagleSpec, MoeSpec, RopeSpec, TreeSpec
-from eaglejax.interop.tensors import hadamard_base, tree_to_torch
+from eaglejax.interop.convert.tensors import hadamard_base, tree_to_torch
+from eaglejax.interop.models.eagle import Draft
+from eaglejax.interop.models.runner import TorchDraft, TorchTarget
+from eaglejax.interop.models.specs import DecoderSpec, EagleSpec, MoeSpec, RopeSpec, TreeSpec
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.moe import MoeConfig
@@ -117,8 +117,7 @@ def cache_dtype(dtype: Any) -> str:
 
 
 def export_target(target: Target, *, cache: Any = None) -> TorchTarget:
-    """``target`` for a :class:`~eaglejax.interop.runner.TorchRunner`: its weights as tensors on the host,
-    packed ones kept packed.
+    """``target`` for a ``TorchRunner``: its weights as tensors on the host, packed ones kept packed.
 
     ``cache``: dtype of keys and values (default: the target's). Raises ConfigError for what the torch side
     does not compute.

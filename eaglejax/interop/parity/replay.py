@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from eaglejax.errors import CheckpointError, EaglejaxError
-from eaglejax.interop import report
-from eaglejax.interop.adapter import BACKENDS, DeviceAdapter, get_adapter
-from eaglejax.interop.bundle import Bundle
-from eaglejax.interop.check import Checker, Prompt
-from eaglejax.interop.compare import ATTENTION_TOLERANCE, TOLERANCE, Stage, tolerance
-from eaglejax.interop.names import parse
+from eaglejax.interop.backends.adapter import BACKENDS, DeviceAdapter, get_adapter
+from eaglejax.interop.parity import report
+from eaglejax.interop.parity.bundle import Bundle
+from eaglejax.interop.parity.check import Checker, Prompt
+from eaglejax.interop.parity.compare import ATTENTION_TOLERANCE, TOLERANCE, Stage, tolerance
+from eaglejax.interop.parity.names import parse
 
 
 def torch_side(adapter: DeviceAdapter) -> dict[str, Any]:

@@ -1,23 +1,25 @@
 """Greedy speculative decoding in torch: prefill and rounds as ``speculate.rounds`` runs them.
 
 ``TorchRunner`` takes specs and weights as plain data (NumPy arrays or tensors), so it also runs where there
-is no jax. With ``record`` it hands out the intermediate tensors that ``interop.names`` lists.
+is no jax. With ``record`` it hands out the intermediate tensors that ``interop.parity.names`` lists.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from eaglejax.errors import ConfigError, RequestError
-from eaglejax.interop import decoder, eagle, growth
-from eaglejax.interop.adapter import DeviceAdapter
-from eaglejax.interop.arrays import place, torch_dtype
-from eaglejax.interop.layers import greedy
-from eaglejax.interop.names import name
-from eaglejax.interop.specs import DecoderSpec, EagleSpec, TreeSpec
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.adapter import DeviceAdapter
+from eaglejax.interop.backends.arrays import place, torch_dtype
+from eaglejax.interop.backends.torch_import import torch
+from eaglejax.interop.models import decoder, eagle, growth
+from eaglejax.interop.models.layers import greedy
+from eaglejax.interop.models.specs import DecoderSpec, EagleSpec, TreeSpec
+from eaglejax.interop.models.verify import keep, verify
+from eaglejax.tap import scope, tap, watch
 
 Record = Callable[[str, "torch.Tensor"], None]
 
@@ -196,94 +198,97 @@ class TorchRunner:
         ``following``: for each of a chunk's tokens the next prompt token; the last chunk's is one short.
         Returns (tokens [B, 1], how many are emitted [B], zeros [B]).
         """
-        device, b = self._adapter.device, len(chunks)
-        width = max(1, *(len(c) for c in chunks))
-        tokens = _padded(chunks, width, device)
-        count = torch.tensor([len(c) for c in chunks], dtype=torch.int32, device=device)
-        ends = torch.tensor(list(last), device=device)
-        steps = torch.arange(width, dtype=torch.int32, device=device)
-        out = decoder.forward(
-            self._adapter,
-            self._spec,
-            self._params,
-            tokens,
-            state.cache.lengths[:, None] + steps,
-            state.cache,
-            decoder.causal(b, count, width),
-            aux=self._aux,
-            prompt=count,
-            tap=self._tap(state, "prefill", "target"),
-        )
-        end = (count - 1).clamp_min(0).long()
-        hidden = out.hidden.gather(1, end[:, None, None].expand(-1, 1, out.hidden.shape[2]))
-        logits = decoder.unembed(self._adapter, self._spec, self._params, hidden)
-        self._tap(state, "prefill", "target")("logits", logits, None)
-        first = greedy(logits[:, 0])
-        kept, ended = _keep(state, first[:, None], ends.to(torch.int32), eos_ids)
-        finite = logits.amax(-1)[:, 0].isfinite() | (kept == 0)
-        kept = torch.where(finite, kept, 0)
-        self._verdict(state, "prefill", {"tokens": first[:, None], "count": kept})
-        next_tokens = _padded(following, width, device)
-        next_tokens = torch.where((steps == end[:, None]) & ends[:, None], first[:, None], next_tokens)
-        state.cache.lengths = state.cache.lengths + count
-        self._observe(state, "prefill", out.aux, out.hidden, next_tokens, count)
-        state.root = torch.where(kept > 0, first, state.root)
-        state.emitted = state.emitted + kept
-        state.done = torch.where(ends, ended | ~finite, state.done)
-        state.stages["prefill"] += 1
-        return first[:, None], kept, torch.zeros_like(kept)
+        with self._stage(state, "prefill"):
+            device, b = self._adapter.device, len(chunks)
+            width = max(1, *(len(c) for c in chunks))
+            tokens = _padded(chunks, width, device)
+            count = torch.tensor([len(c) for c in chunks], dtype=torch.int32, device=device)
+            ends = torch.tensor(list(last), device=device)
+            steps = torch.arange(width, dtype=torch.int32, device=device)
+            end = (count - 1).clamp_min(0).long()
+            with scope("target"):
+                out = decoder.forward(
+                    self._adapter,
+                    self._spec,
+                    self._params,
+                    tokens,
+                    state.cache.lengths[:, None] + steps,
+                    state.cache,
+                    decoder.causal(b, count, width),
+                    aux=self._aux,
+                    prompt=count,
+                )
+                hidden = out.hidden.gather(1, end[:, None, None].expand(-1, 1, out.hidden.shape[2]))
+                logits = decoder.unembed(self._adapter, self._spec, self._params, hidden)
+            first = greedy(logits[:, 0])
+            kept, ended = _kept(state, first[:, None], ends.to(torch.int32), eos_ids)
+            finite = logits.amax(-1)[:, 0].isfinite() | (kept == 0)
+            kept = torch.where(finite, kept, 0)
+            _tap_all("verify", {"tokens": first[:, None], "count": kept})
+            next_tokens = _padded(following, width, device)
+            next_tokens = torch.where((steps == end[:, None]) & ends[:, None], first[:, None], next_tokens)
+            state.cache.lengths = state.cache.lengths + count
+            self._observe(state, out.aux, out.hidden, next_tokens, count, prompt=True)
+            state.root = torch.where(kept > 0, first, state.root)
+            state.emitted = state.emitted + kept
+            state.done = torch.where(ends, ended | ~finite, state.done)
+            return first[:, None], kept, torch.zeros_like(kept)
 
     def round(
         self, state: State, eos_ids: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Propose, verify and commit once: (tokens [B, D+1], how many are emitted [B], drafts kept [B])."""
-        lengths = state.cache.lengths
-        tree = self._propose(state)
-        left = torch.where(state.done, 0, state.budget - state.emitted)
-        is_root = torch.arange(self._tree.nodes, device=lengths.device) == 0
-        tree.valid = tree.valid & (tree.depth <= left[:, None]) | is_root
-        if self._draft is not None:
-            for field in dataclasses.fields(tree):
-                self._named(state, "round", "tree", field.name, getattr(tree, field.name))
-        levels = self._levels
-        seen_by = growth.ancestors(tree.parent, tree.valid, levels)
-        tap = self._tap(state, "round", "target")
-        out = decoder.forward(
-            self._adapter,
-            self._spec,
-            self._params,
-            tree.tokens,
-            lengths[:, None] + tree.depth,
-            state.cache,
-            seen_by,
-            aux=self._aux,
-            tap=tap,
-        )
-        logits = decoder.unembed(self._adapter, self._spec, self._params, out.hidden)
-        tap("logits", logits, None)
-        path, accepted, following = _verify(tree, greedy(logits), levels)
-        on_path = tree.tokens.gather(1, path)
-        steps = torch.arange(path.shape[1], device=path.device)
-        tokens = torch.where(steps < accepted[:, None], on_path.roll(-1, 1), following[:, None])
-        kept, ended = _keep(state, tokens, accepted + 1, eos_ids)
-        sound = logits.amax(-1).isfinite().gather(1, path)
-        computed = sound.to(torch.int32).cumprod(1).sum(1).to(torch.int32)
-        finite = computed >= kept
-        kept = torch.minimum(kept, computed)
-        self._verdict(
-            state,
-            "round",
-            {"path": path.to(torch.int32), "accepted": accepted, "tokens": tokens, "count": kept},
-        )
-        aux = None if out.aux is None else _at(out.aux, path)
-        decoder.commit(state.cache, path, kept)
-        self._observe(state, "round", aux, _at(out.hidden, path), tokens, kept)
-        newest = tokens.gather(1, (kept - 1).clamp_min(0).long()[:, None])[:, 0]
-        state.root = torch.where(kept > 0, newest, state.root)
-        state.emitted = state.emitted + kept
-        state.done = ended | ~finite
-        state.stages["round"] += 1
-        return tokens, kept, accepted
+        with self._stage(state, "round"):
+            lengths = state.cache.lengths
+            tree = self._propose(state)
+            left = torch.where(state.done, 0, state.budget - state.emitted)
+            is_root = torch.arange(self._tree.nodes, device=lengths.device) == 0
+            tree.valid = tree.valid & (tree.depth <= left[:, None]) | is_root
+            if self._draft is not None:
+                _tap_all("draft/tree", {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)})
+            levels = self._levels
+            seen_by = growth.ancestors(tree.parent, tree.valid, levels)
+            with scope("target"):
+                out = decoder.forward(
+                    self._adapter,
+                    self._spec,
+                    self._params,
+                    tree.tokens,
+                    lengths[:, None] + tree.depth,
+                    state.cache,
+                    seen_by,
+                    aux=self._aux,
+                )
+                logits = decoder.unembed(self._adapter, self._spec, self._params, out.hidden)
+            path, accepted, following = verify(tree, greedy(logits), levels)
+            on_path = tree.tokens.gather(1, path)
+            steps = torch.arange(path.shape[1], device=path.device)
+            tokens = torch.where(steps < accepted[:, None], on_path.roll(-1, 1), following[:, None])
+            kept, ended = _kept(state, tokens, accepted + 1, eos_ids)
+            sound = logits.amax(-1).isfinite().gather(1, path)
+            computed = sound.to(torch.int32).cumprod(1).sum(1).to(torch.int32)
+            finite = computed >= kept
+            kept = torch.minimum(kept, computed)
+            _tap_all(
+                "verify",
+                {"path": path.to(torch.int32), "accepted": accepted, "tokens": tokens, "count": kept},
+            )
+            aux = None if out.aux is None else _at(out.aux, path)
+            decoder.commit(state.cache, path, kept)
+            self._observe(state, aux, _at(out.hidden, path), tokens, kept)
+            newest = tokens.gather(1, (kept - 1).clamp_min(0).long()[:, None])[:, 0]
+            state.root = torch.where(kept > 0, newest, state.root)
+            state.emitted = state.emitted + kept
+            state.done = ended | ~finite
+            return tokens, kept, accepted
+
+    @contextlib.contextmanager
+    def _stage(self, state: State, stage: str) -> Iterator[None]:
+        """The body is the next stage of its kind; whoever records sees what it taps."""
+        watched = contextlib.nullcontext() if self._record is None else watch(self._record)
+        with watched, scope(f"{stage}/{state.stages[stage]}"):
+            yield
+        state.stages[stage] += 1
 
     @property
     def _aux(self) -> tuple[int, ...]:
@@ -307,18 +312,19 @@ class TorchRunner:
             self._weights,
             self._tree,
             state.draft_cache,
-            lambda step: self._tap(state, "round", "step", step),
         )
-        return grower.grow(state.root, state.feature)
+        with scope("draft"):
+            return grower.grow(state.root, state.feature)
 
     def _observe(
         self,
         state: State,
-        stage: str,
         aux: torch.Tensor | None,
         hidden: torch.Tensor,
         following: torch.Tensor,
         count: torch.Tensor,
+        *,
+        prompt: bool = False,
     ) -> None:
         """Append the pairs (true feature of a committed token, the token after it) to the draft's cache."""
         if self._draft is None:
@@ -333,40 +339,29 @@ class TorchRunner:
         feature = feature.masked_fill(~real[:, :, None], 0)
         positions = cache.lengths[:, None] + steps
         visible = (steps[None, :] <= steps[:, None]).expand(len(count), -1, -1)
-        out = eagle.step(
-            self._adapter,
-            spec,
-            self._weights,
-            feature,
-            following,
-            positions,
-            cache,
-            visible,
-            positions,
-            prompt=count if stage == "prefill" else None,
-            tap=self._tap(state, stage, "observe"),
-        )
+        with scope("draft/observe"):
+            out = eagle.step(
+                self._adapter,
+                spec,
+                self._weights,
+                feature,
+                following,
+                positions,
+                cache,
+                visible,
+                positions,
+                prompt=count if prompt else None,
+            )
         last = (count - 1).clamp_min(0).long()
         newest = out.gather(1, last[:, None, None].expand(-1, 1, out.shape[2]))[:, 0]
         state.feature = torch.where(count[:, None] > 0, newest, state.feature)
         cache.lengths = cache.lengths + count
 
-    def _tap(self, state: State, stage: str, part: str, step: int | None = None) -> decoder.Tap:
-        if self._record is None:
-            return decoder.no_tap
-        record, index = self._record, state.stages[stage]
 
-        def tap(operation: str, tensor: torch.Tensor, layer: int | None = None) -> None:
-            record(name(stage, index, part, operation, step=step, layer=layer), tensor)
-
-        return tap
-
-    def _named(self, state: State, stage: str, part: str, operation: str, tensor: torch.Tensor) -> None:
-        self._tap(state, stage, part)(operation, tensor, None)
-
-    def _verdict(self, state: State, stage: str, found: dict[str, torch.Tensor]) -> None:
-        for operation, tensor in found.items():
-            self._named(state, stage, "verify", operation, tensor)
+def _tap_all(where: str, found: dict[str, torch.Tensor]) -> None:
+    with scope(where):
+        for name, tensor in found.items():
+            tap(name, tensor)
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> torch.Tensor:
@@ -378,33 +373,7 @@ def _at(x: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
     return torch.stack([row[nodes] for row, nodes in zip(x, path, strict=True)])
 
 
-def _keep(
+def _kept(
     state: State, tokens: torch.Tensor, count: torch.Tensor, eos_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut ``tokens`` [B, M] at an end-of-text id and at the budget: (tokens kept [B], row ended [B])."""
-    steps = torch.arange(tokens.shape[1], device=tokens.device)
-    eos = torch.tensor(list(eos_ids), dtype=tokens.dtype, device=tokens.device)
-    ends = (tokens[:, :, None] == eos).any(-1) & (steps < count[:, None])
-    first = torch.where(ends, steps, tokens.shape[1] - 1).amin(1) + 1
-    left = state.budget - state.emitted
-    kept = torch.minimum(torch.minimum(count, first.to(torch.int32)), left)
-    kept = torch.where(state.done, 0, kept)
-    return kept, state.done | (ends & (steps < kept[:, None])).any(1) | (kept >= left)
-
-
-def _verify(
-    tree: growth.Tree, best: torch.Tensor, levels: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The longest path of the target's own tokens: (nodes [B, D+1] int64, drafts kept [B], next token)."""
-    numbers = torch.arange(tree.tokens.shape[1], device=best.device)
-    matches = tree.valid & (numbers > 0) & (tree.tokens == best.gather(1, tree.parent.long()))
-    node = torch.zeros(len(best), dtype=torch.int64, device=best.device)
-    path, accepted = [node], torch.zeros_like(best[:, 0])
-    for _ in range(levels):
-        open_ = matches & (tree.parent == node[:, None])
-        found = open_.any(1)
-        lowest = torch.where(open_, numbers, len(numbers)).amin(1)
-        node = torch.where(found, lowest, node)
-        accepted = accepted + found.to(accepted.dtype)
-        path.append(node)
-    return torch.stack(path, 1), accepted, best.gather(1, node[:, None])[:, 0]
+    return keep(tokens, count, left=state.budget - state.emitted, done=state.done, eos_ids=eos_ids)

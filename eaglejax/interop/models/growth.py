@@ -1,4 +1,4 @@
-"""Growing a greedy draft tree in torch, by the rules of ``drafts.eagle`` and ``drafts.eagle_tree``.
+"""Growing a greedy draft tree in torch, by the rules of ``drafts.eagle.proposer`` and ``drafts.grow``.
 
 Scores are f32 cumulative log-probabilities and equal ones go to the lower index everywhere, so that two runs
 with the same logits grow the same tree.
@@ -7,14 +7,14 @@ with the same logits grow the same tree.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
-from eaglejax.interop import eagle
-from eaglejax.interop.adapter import DeviceAdapter
-from eaglejax.interop.decoder import Cache, Tap
-from eaglejax.interop.layers import linear, top_k
-from eaglejax.interop.specs import EagleSpec, TreeSpec
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.adapter import DeviceAdapter
+from eaglejax.interop.backends.torch_import import torch
+from eaglejax.interop.models import eagle
+from eaglejax.interop.models.decoder import Cache
+from eaglejax.interop.models.layers import linear, top_k
+from eaglejax.interop.models.specs import EagleSpec, TreeSpec
+from eaglejax.tap import scope
 
 
 @dataclasses.dataclass
@@ -27,9 +27,6 @@ class Tree:
     depth: torch.Tensor
     valid: torch.Tensor
     scores: torch.Tensor
-
-
-StepTap = Callable[[int], Tap]
 
 
 def log_law(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,10 +73,9 @@ class Grower:
         draft: eagle.Draft,
         tree: TreeSpec,
         cache: Cache,
-        tap: StepTap,
     ) -> None:
         self._adapter, self._spec, self._draft, self._tree = adapter, spec, draft, tree
-        self._cache, self._tap = cache, tap
+        self._cache = cache
         self._slots: list[torch.Tensor] = []
 
     def grow(self, root: torch.Tensor, feature: torch.Tensor) -> Tree:
@@ -88,14 +84,13 @@ class Grower:
 
     def _first(self, feature: torch.Tensor) -> torch.Tensor:
         """Logits [B, 1, Vd] of the root's children."""
-        logits = eagle.logits(self._adapter, self._spec, self._draft, feature.unsqueeze(1))
-        self._tap(0)("logits", logits, None)
-        return logits
+        with scope("step/0"):
+            return eagle.logits(self._adapter, self._spec, self._draft, feature.unsqueeze(1))
 
     def _run(
         self, feature: torch.Tensor, tokens: torch.Tensor, seen: torch.Tensor, scores: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [B, n, H] and logits [B, n, Vd] of one more level; see ``drafts.eagle``."""
+        """States [B, n, H] and logits [B, n, Vd] of one more level; see ``drafts.eagle.proposer``."""
         level = len(self._slots)
         positions = (self._cache.lengths + level).unsqueeze(1).expand(tokens.shape)
         self._slots.append(positions)
@@ -106,22 +101,19 @@ class Grower:
             vocabulary = self._spec.draft_vocab_size
             blank = torch.full((*tokens.shape, vocabulary), torch.nan, device=tokens.device)
             return feature, blank
-        tap = self._tap(level + 1)
-        out = eagle.step(
-            self._adapter,
-            self._spec,
-            self._draft,
-            feature,
-            tokens,
-            positions,
-            self._cache,
-            seen,
-            torch.cat(self._slots, 1),
-            tap=tap,
-        )
-        logits = eagle.logits(self._adapter, self._spec, self._draft, out)
-        tap("logits", logits, None)
-        return out, logits
+        with scope(f"step/{level + 1}"):
+            out = eagle.step(
+                self._adapter,
+                self._spec,
+                self._draft,
+                feature,
+                tokens,
+                positions,
+                self._cache,
+                seen,
+                torch.cat(self._slots, 1),
+            )
+            return out, eagle.logits(self._adapter, self._spec, self._draft, out)
 
     def _target_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         ids = self._draft.ids

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.adapter import AttentionCall, Availability, DeviceAdapter, joint_lse
-from eaglejax.interop.arrays import dtype_name
-from eaglejax.interop.limits import AttentionLimits, LimitError, Limits, MergeLimits, QuantLimits
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.adapter import AttentionCall, Availability, DeviceAdapter, joint_lse
+from eaglejax.interop.backends.arrays import dtype_name
+from eaglejax.interop.backends.limits import AttentionLimits, LimitError, Limits, MergeLimits, QuantLimits
+from eaglejax.interop.backends.torch_import import torch
 
 MASKED = True
 """Value of an NPU mask at a slot that is NOT seen; torch's own convention and ours is the opposite. The
 documentation of ``npu_fusion_attention`` says 1 = not computed; one example for the inference operator
 passes a lower triangle of ones, which contradicts it, so this is the first thing to check on a device
-(``python -m eaglejax.interop.selfcheck --backend ascend``)."""
+(``python -m eaglejax.interop.backends.selfcheck --backend ascend``)."""
 
 FULL_MASK = 0
 """sparse_mode with a mask of every query and slot. Modes 2 to 4 take a compressed causal or band mask, which

@@ -2,7 +2,7 @@
 
 One protocol, :class:`DeviceAdapter`, whose base class computes everything with ordinary torch operators; a
 vendor's adapter replaces what the vendor has an operator for. The limits of those operators are data
-(``interop.limits``), and an adapter refuses what its operator would refuse, by name and value
+(``interop.backends.limits``), and an adapter refuses what its operator would refuse, by name and value
 (``LimitError``), instead of letting a device fail or, worse, return something.
 
 ``keep`` masks are True where a query sees a slot, everywhere in eaglejax. How a vendor counts is converted
@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.arrays import dtype_name, torch_device
-from eaglejax.interop.limits import AttentionLimits, LimitError, Limits, MergeLimits
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.arrays import dtype_name, torch_device
+from eaglejax.interop.backends.limits import AttentionLimits, LimitError, Limits, MergeLimits
+from eaglejax.interop.backends.torch_import import torch
 
 BACKENDS = {
-    "torch-cpu": ("eaglejax.interop.torch_cpu", "TorchCPU"),
-    "torch-cuda": ("eaglejax.interop.torch_cuda", "TorchCUDA"),
-    "ascend": ("eaglejax.interop.ascend", "Ascend"),
-    "musa": ("eaglejax.interop.musa", "Musa"),
+    "torch-cpu": ("eaglejax.interop.backends.torch_cpu", "TorchCPU"),
+    "torch-cuda": ("eaglejax.interop.backends.torch_cuda", "TorchCUDA"),
+    "ascend": ("eaglejax.interop.backends.ascend", "Ascend"),
+    "musa": ("eaglejax.interop.backends.musa", "Musa"),
 }
 """Module and class of every backend."""
 

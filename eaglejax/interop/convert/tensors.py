@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.arrays import (
+from eaglejax.interop.backends.arrays import (
     PackedTensor,
     TurnedTensor,
     dtype_name,
@@ -25,8 +25,8 @@ from eaglejax.interop.arrays import (
     torch_dtype,
     unpack_int4,
 )
-from eaglejax.interop.decoder import Cache
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.torch_import import torch
+from eaglejax.interop.models.decoder import Cache
 from eaglejax.nn.cache import KVCache
 from eaglejax.nn.linear import PackedWeight
 from eaglejax.quant.array import QuantArray

@@ -1,19 +1,19 @@
 """The target in torch: the same pure forward as ``models.decoder``, over the same tree of weights.
 
-Functions take a :class:`~eaglejax.interop.specs.DecoderSpec`, nested dicts of tensors ([in, out] matrices, or
-packed ones) and an adapter, which does attention and products. ``tap(operation, tensor, layer)`` sees every
-intermediate tensor that ``interop.names`` lists, before anything is computed from it: a tap may write to it.
+Functions take a ``DecoderSpec``, nested dicts of tensors ([in, out] matrices, or packed ones) and an adapter,
+which does attention and products. Every intermediate tensor that ``interop.parity.names`` lists is tapped
+before anything is computed from it: who watches may write to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.adapter import DeviceAdapter
-from eaglejax.interop.layers import (
+from eaglejax.interop.backends.adapter import DeviceAdapter
+from eaglejax.interop.backends.torch_import import torch
+from eaglejax.interop.models.layers import (
     Angles,
     embed,
     gated_mlp,
@@ -25,14 +25,8 @@ from eaglejax.interop.layers import (
     rotation,
     softcap,
 )
-from eaglejax.interop.specs import DecoderSpec
-from eaglejax.interop.torch_import import torch
-
-Tap = Callable[[str, "torch.Tensor", "int | None"], None]
-
-
-def no_tap(operation: str, tensor: torch.Tensor, layer: int | None = None) -> None:
-    """Records nothing."""
+from eaglejax.interop.models.specs import DecoderSpec
+from eaglejax.tap import scope, tap
 
 
 @dataclasses.dataclass
@@ -135,6 +129,8 @@ def write_and_attend(
     As in ``nn.attention``, a token whose key or value is not finite is stored as zeros and those that see it
     get NaN, so that it spoils no sibling.
     """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        tap(name, tensor)
     n, m = visible.shape[1:]
     held_k, held_v = cache.k[layer], cache.v[layer]
     k, v = k.to(held_k.dtype), v.to(held_v.dtype)
@@ -163,7 +159,9 @@ def write_and_attend(
             decode=prompt is None,
         )
     lost = (visible[:, :, m - n :] & ~sound[:, None]).any(-1)
-    return out.masked_fill(lost[:, :, None, None], torch.nan)
+    out = out.masked_fill(lost[:, :, None, None], torch.nan)
+    tap("attention", out)
+    return out
 
 
 def _attend_ragged(
@@ -224,7 +222,6 @@ def forward(
     *,
     aux: tuple[int, ...] = (),
     prompt: torch.Tensor | None = None,
-    tap: Tap = no_tap,
 ) -> Forward:
     """Run N new tokens on top of the committed prefix; arguments as in ``models.decoder.forward``.
 
@@ -236,24 +233,25 @@ def forward(
     longest = int(cache.lengths.max()) + tokens.shape[1]
     if longest > cache.capacity:
         raise ConfigError(f"{longest} tokens do not fit a cache of {cache.capacity} slots")
-    tap("tokens", tokens, None)
-    tap("positions", positions, None)
-    tap("visible", visible, None)
+    tap("tokens", tokens)
+    tap("positions", positions)
+    tap("visible", visible)
     x = embed(params["embed"], tokens)
     if spec.embed_scale is not None:
         x = x * torch.tensor(spec.embed_scale, dtype=x.dtype, device=x.device)
-    tap("embedding", x, None)
+    tap("embedding", x)
     angles = [rotation(positions, rope) for rope in spec.rope_table]
     boundaries = {0: x}
     for i, layer in enumerate(params["layers"]):
         turns = _Turns(angles[spec.ropes[i]], params.get("qk_rotation"), params.get("post_rotation"))
-        x = _block(adapter, spec, layer, i, x, positions, turns, cache, visible, prompt, tap)
+        with scope(f"layers/{i}"):
+            x = _block(adapter, spec, layer, i, x, positions, turns, cache, visible, prompt)
         boundaries[i + 1] = x
     hidden = rms_norm(x, params["norm"], spec.norm_eps, offset=spec.norm_offset)
-    tap("final_norm", hidden, None)
+    tap("final_norm", hidden)
     wanted = torch.stack([boundaries[i] for i in aux], dim=2) if aux else None
     if wanted is not None:
-        tap("aux", wanted, None)
+        tap("aux", wanted)
     return Forward(hidden=hidden, aux=wanted)
 
 
@@ -278,7 +276,6 @@ def _block(
     cache: Cache,
     visible: torch.Tensor,
     prompt: torch.Tensor | None,
-    tap: Tap,
 ) -> torch.Tensor:
     """One layer of the residual stream ``x`` [B, N, H]."""
 
@@ -299,15 +296,13 @@ def _block(
         return flat.reshape(*y.shape[:2], -1, spec.head_dim)
 
     y = norm(x, "attn_norm")
-    tap("attn_norm", y, index)
+    tap("attn_norm", y)
     q, k, v = heads(y, "q"), heads(y, "k"), heads(y, "v")
     if spec.qk_norm:
         q, k = norm(q, "q_norm"), norm(k, "k_norm")
     q, k = rotate(q, turns.angles), rotate(k, turns.angles)
     if turns.heads is not None:
         q, k = hadamard(q, turns.heads), hadamard(k, turns.heads)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        tap(name, tensor, index)
     mixed = write_and_attend(
         adapter,
         q,
@@ -323,22 +318,21 @@ def _block(
         cap=spec.attention_softcap,
         prompt=prompt,
     )
-    tap("attention", mixed, index)
     y = linear(adapter, mixed.reshape(*x.shape[:2], -1), layer["o"], layer.get("o_bias"))
     y = closed(y, "post_attn_norm")
-    tap("attn_out", y, index)
+    tap("attn_out", y)
     x = x + y
-    tap("attn_residual", x, index)
+    tap("attn_residual", x)
     y = norm(x, "mlp_norm")
-    tap("mlp_norm", y, index)
+    tap("mlp_norm", y)
     if spec.moe is not None and spec.sparse[index]:
         y = moe_mlp(adapter, y, layer, spec.moe, spec.activation)
     else:
         y = gated_mlp(adapter, y, layer, spec.activation)
     y = closed(y, "post_mlp_norm")
-    tap("mlp", y, index)
+    tap("mlp", y)
     x = x + y
-    tap("residual", x, index)
+    tap("residual", x)
     return x
 
 
@@ -348,7 +342,9 @@ def unembed(
     """Logits [..., V] f32 of ``hidden`` [..., H] after the final norm, softcap included."""
     head = params["embed"] if spec.tie_embeddings else params["head"]
     logits = linear(adapter, hidden, head, transposed=spec.tie_embeddings, dtype=torch.float32)
-    return softcap(logits, spec.final_softcap)
+    logits = softcap(logits, spec.final_softcap)
+    tap("logits", logits)
+    return logits
 
 
 def causal(batch: int, count: torch.Tensor, width: int) -> torch.Tensor:

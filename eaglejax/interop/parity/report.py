@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eaglejax.interop.compare import Difference
-from eaglejax.interop.decisions import Decision
-from eaglejax.interop.names import Place, parse
+from eaglejax.interop.parity.compare import Difference
+from eaglejax.interop.parity.decisions import Decision
+from eaglejax.interop.parity.names import Place, parse
 
 FORMAT = "eaglejax-parity-report/1"
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.interop.arrays import PackedTensor, TurnedTensor, dtype_name, torch_dtype
-from eaglejax.interop.blob import Blob, BlobWriter
-from eaglejax.interop.eagle import Draft
-from eaglejax.interop.runner import TorchDraft, TorchTarget
-from eaglejax.interop.specs import from_dict, to_dict
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.arrays import PackedTensor, TurnedTensor, dtype_name, torch_dtype
+from eaglejax.interop.backends.torch_import import torch
+from eaglejax.interop.models.eagle import Draft
+from eaglejax.interop.models.runner import TorchDraft, TorchTarget
+from eaglejax.interop.models.specs import from_dict, to_dict
+from eaglejax.interop.parity.blob import Blob, BlobWriter
 
 _NODES = {cls.__name__: cls for cls in (PackedTensor, TurnedTensor, Draft)}
 """Dataclasses of tensors and settings that a tree may hold."""

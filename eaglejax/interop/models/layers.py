@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.adapter import DeviceAdapter
-from eaglejax.interop.arrays import PackedTensor, TurnedTensor, unpack_int4
-from eaglejax.interop.specs import MoeSpec, RopeSpec
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.adapter import DeviceAdapter
+from eaglejax.interop.backends.arrays import PackedTensor, TurnedTensor, unpack_int4
+from eaglejax.interop.backends.torch_import import torch
+from eaglejax.interop.models.specs import MoeSpec, RopeSpec
 
 Angles = tuple["torch.Tensor", "torch.Tensor"]
 

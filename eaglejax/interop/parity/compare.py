@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from eaglejax.interop.names import LAYER_OPERATIONS, OPERATIONS, STAGES, Place
+from eaglejax.interop.parity.names import LAYER_OPERATIONS, OPERATIONS, STAGES, Place
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 """Largest error of one operation on equal inputs that is rounding, relative to a row's root mean square, by

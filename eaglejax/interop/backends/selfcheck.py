@@ -1,6 +1,6 @@
 """Each operation of a backend against ordinary torch operators: the first thing to run on a device.
 
-    python -m eaglejax.interop.selfcheck --backend ascend [--device npu:0] [--dtype float16] [--json]
+    python -m eaglejax.interop.backends.selfcheck --backend ascend [--device npu:0] [--dtype float16] [--json]
 
 Needs no model and no jax. Inputs are small and random; a line says which operator, with which dtype and
 shape, how far it is off and what is allowed. The exit status is 0 when every check passes, 1 when one fails
@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from eaglejax.errors import EaglejaxError
-from eaglejax.interop.adapter import BACKENDS, DeviceAdapter, get_adapter
-from eaglejax.interop.arrays import torch_dtype
-from eaglejax.interop.limits import LimitError
-from eaglejax.interop.torch_cpu import TorchCPU
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.adapter import BACKENDS, DeviceAdapter, get_adapter
+from eaglejax.interop.backends.arrays import torch_dtype
+from eaglejax.interop.backends.limits import LimitError
+from eaglejax.interop.backends.torch_cpu import TorchCPU
+from eaglejax.interop.backends.torch_import import torch
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
 """Largest error allowed, relative to the largest magnitude of the expected result."""

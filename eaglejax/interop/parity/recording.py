@@ -14,18 +14,15 @@ from typing import Any
 
 from eaglejax.devices import machine
 from eaglejax.errors import ConfigError
-from eaglejax.interop.blob import BlobWriter, sha256, write_blob
-from eaglejax.interop.bundle import FORMAT, VERSION, StageWriter, describe_files, write_manifest
-from eaglejax.interop.check import Prompt
-from eaglejax.interop.compare import Stage
+from eaglejax.interop.models.runner import TorchDraft, TorchTarget
+from eaglejax.interop.parity.blob import BlobWriter, sha256, write_blob
+from eaglejax.interop.parity.bundle import FORMAT, VERSION, StageWriter, describe_files, write_manifest
+from eaglejax.interop.parity.check import Prompt
+from eaglejax.interop.parity.compare import Stage
+from eaglejax.interop.parity.weights import write_models
 from eaglejax.interop.portable import write_sources
-from eaglejax.interop.runner import TorchDraft, TorchTarget
-from eaglejax.interop.weights import write_models
 
 MIB = 2**20
-
-SOURCES = ("blob", "bundle", "check", "compare", "decisions", "replay", "report", "tap", "weights")
-"""Modules of ``interop`` that a replay needs besides the portable ones."""
 
 SCRIPT = '''"""Compares this machine with the recorded JAX run: python replay.py --backend ascend."""
 
@@ -35,7 +32,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "code"))
 
-from eaglejax.interop.replay import main  # noqa: E402
+from eaglejax.interop.parity.replay import main  # noqa: E402
 
 sys.exit(main(HERE))
 '''
@@ -107,7 +104,7 @@ def recording(
         models, weights = _write_weights(folder, target, draft, options)
         script = folder / "replay.py"
         script.write_text(SCRIPT, encoding="utf-8")
-        sources = [script, *write_sources(folder / "code", SOURCES)]
+        sources = [script, *write_sources(folder / "code")]
         write_manifest(
             folder,
             {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from eaglejax.interop.arrays import to_numpy, to_tensor
-from eaglejax.interop.compare import Difference, Extent, Recorded, difference, is_coarse, tolerance
-from eaglejax.interop.names import parse
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.arrays import to_numpy, to_tensor
+from eaglejax.interop.backends.torch_import import torch
+from eaglejax.interop.parity.compare import Difference, Extent, Recorded, difference, is_coarse, tolerance
+from eaglejax.interop.parity.names import parse
 
 
-class Tap:
+class Watcher:
     """What a ``TorchRunner`` calls with every tensor.
 
     It keeps the coarse ones; in a led run it compares all that ``lead`` has and overwrites them. The tensor

@@ -16,9 +16,9 @@ import numpy as np
 
 from eaglejax.drafts.base import Bound
 from eaglejax.errors import ConfigError, RequestError
-from eaglejax.interop.compare import Committed, Recorded, Stage, in_order, is_coarse
-from eaglejax.interop.export import eagle_of
-from eaglejax.interop.names import Place, parse
+from eaglejax.interop.convert.export import eagle_of
+from eaglejax.interop.parity.compare import Committed, Recorded, Stage, in_order, is_coarse
+from eaglejax.interop.parity.names import Place, parse
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import (

@@ -109,8 +109,8 @@ class Blob:
 
     def tensor(self, name: str) -> Any:
         """An array as a torch tensor of its own dtype (a copy)."""
-        from eaglejax.interop.arrays import torch_dtype
-        from eaglejax.interop.torch_import import torch
+        from eaglejax.interop.backends.arrays import torch_dtype
+        from eaglejax.interop.backends.torch_import import torch
 
         entry = self._entry(name)
         tensor = torch.empty(entry["shape"], dtype=torch_dtype(entry["dtype"]))

@@ -1,8 +1,8 @@
-"""The EAGLE draft network in torch: the same steps as ``drafts.eagle_model``, over the same tree of weights.
+"""The EAGLE draft network in torch: the same steps as ``drafts.eagle.model``, over the same tree of weights.
 
-``Draft`` holds the nested dict of weights (layout in ``eagle_model``), what it borrows of the target and the
-maps of its feature adapter. ``fuse`` makes features of what the target computed, ``step`` runs the layers on
-(feature, next token) pairs over a cache, ``logits`` reads the states.
+``Draft`` holds the nested dict of weights (layout: ``drafts.eagle.model``), what it borrows of the target and
+the maps of its feature adapter. ``fuse`` makes features of what the target computed, ``step`` runs the layers
+on (feature, next token) pairs over a cache, ``logits`` reads the states.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from eaglejax.interop.adapter import DeviceAdapter
-from eaglejax.interop.arrays import PackedTensor, map_tree, place
-from eaglejax.interop.decoder import Cache, Tap, no_tap, write_and_attend
-from eaglejax.interop.layers import (
+from eaglejax.interop.backends.adapter import DeviceAdapter
+from eaglejax.interop.backends.arrays import PackedTensor, map_tree, place
+from eaglejax.interop.backends.torch_import import torch
+from eaglejax.interop.models.decoder import Cache, write_and_attend
+from eaglejax.interop.models.layers import (
     Angles,
     embed,
     gated_mlp,
@@ -24,13 +25,13 @@ from eaglejax.interop.layers import (
     rotation,
     softcap,
 )
-from eaglejax.interop.specs import EagleSpec
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.models.specs import EagleSpec
+from eaglejax.tap import scope, tap
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A draft's weights; the twin of ``drafts.eagle_model.EagleParams``.
+    """A draft's weights; the twin of ``drafts.eagle.model.EagleParams``.
 
     ``embed`` [V, H] and ``head`` ([H, Vd], or [V, H] where the spec says ``tied``) are the target's, or None
     where the draft has its own. ``ids`` [Vd]: target id of each draft id, or None. ``target_maps``: one
@@ -91,7 +92,6 @@ def step(
     slot_positions: torch.Tensor,
     *,
     prompt: torch.Tensor | None = None,
-    tap: Tap = no_tap,
 ) -> torch.Tensor:
     """States [B, N, H] of the pairs (``feature`` [B, N, H], ``tokens`` [B, N]) at ``positions`` [B, N].
 
@@ -99,35 +99,35 @@ def step(
     whose last N these are; their keys and values are written there. ``prompt`` as in ``decoder.forward``.
     """
     weights = draft.weights
-    tap("feature", feature, None)
+    tap("feature", feature)
     e = embed(draft.embed if draft.embed is not None else weights["embed"], tokens).to(feature.dtype)
     if spec.embed_scale is not None:
         e = e * torch.tensor(spec.embed_scale, dtype=e.dtype, device=e.device)
-    tap("embedding", e, None)
+    tap("embedding", e)
     x = feature
     if spec.version == 1:
         x = linear(adapter, torch.cat([e, feature], -1), weights["fc"], weights.get("fc_bias"))
-        tap("fc", x, None)
+        tap("fc", x)
     angles = rotation(positions, spec.rope)
     for index, layer in enumerate(weights["layers"]):
-        x = _layer(
-            adapter,
-            spec,
-            layer,
-            index,
-            x,
-            e,
-            angles,
-            cache,
-            visible,
-            positions,
-            slot_positions,
-            prompt,
-            tap,
-        )
+        with scope(f"layers/{index}"):
+            x = _layer(
+                adapter,
+                spec,
+                layer,
+                index,
+                x,
+                e,
+                angles,
+                cache,
+                visible,
+                positions,
+                slot_positions,
+                prompt,
+            )
     if spec.feed_normed:
         x = rms_norm(x, weights["norm"], spec.norm_eps)
-    tap("state", x, None)
+    tap("state", x)
     return x
 
 
@@ -144,7 +144,6 @@ def _layer(
     positions: torch.Tensor,
     slot_positions: torch.Tensor,
     prompt: torch.Tensor | None,
-    tap: Tap,
 ) -> torch.Tensor:
     """One layer; the first of EAGLE-3 reads [embedding, feature], the first of EAGLE-1 has no norm."""
     eps, residual = spec.norm_eps, x
@@ -156,7 +155,7 @@ def _layer(
         normed = rms_norm(x, layer["hidden_norm"], eps)
         y = torch.cat([rms_norm(e, layer["input_norm"], eps), normed], -1)
         residual = normed if spec.norm_before_residual else x
-    tap("attn_norm", y, index)
+    tap("attn_norm", y)
 
     def heads(name: str) -> torch.Tensor:
         flat = linear(adapter, y, layer[name], layer.get(f"{name}_bias"))
@@ -166,8 +165,6 @@ def _layer(
     if spec.qk_norm:
         q, k = rms_norm(q, layer["q_norm"], eps), rms_norm(k, layer["k_norm"], eps)
     q, k = rotate(q, angles), rotate(k, angles)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        tap(name, tensor, index)
     mixed = write_and_attend(
         adapter,
         q,
@@ -183,20 +180,19 @@ def _layer(
         cap=None,
         prompt=prompt,
     )
-    tap("attention", mixed, index)
     y = linear(adapter, mixed.reshape(*x.shape[:2], -1), layer["o"], layer.get("o_bias"))
-    tap("attn_out", y, index)
+    tap("attn_out", y)
     x = residual + y
-    tap("attn_residual", x, index)
+    tap("attn_residual", x)
     y = rms_norm(x, layer["mlp_norm"], eps)
-    tap("mlp_norm", y, index)
+    tap("mlp_norm", y)
     if spec.moe is not None:
         y = moe_mlp(adapter, y, layer, spec.moe, spec.activation)
     else:
         y = gated_mlp(adapter, y, layer, spec.activation)
-    tap("mlp", y, index)
+    tap("mlp", y)
     x = x + y
-    tap("residual", x, index)
+    tap("residual", x)
     return x
 
 
@@ -209,4 +205,6 @@ def logits(adapter: DeviceAdapter, spec: EagleSpec, draft: Draft, state: torch.T
     if isinstance(head, torch.Tensor):
         state = state.to(head.dtype)
     transposed = head.transposed if isinstance(head, PackedTensor) else spec.tied and borrowed
-    return softcap(linear(adapter, state, head, transposed=transposed, dtype=torch.float32), spec.softcap)
+    out = softcap(linear(adapter, state, head, transposed=transposed, dtype=torch.float32), spec.softcap)
+    tap("logits", out)
+    return out

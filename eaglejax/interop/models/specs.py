@@ -1,6 +1,6 @@
 """What the torch models need to know of a configuration, as plain data that travels in a JSON file.
 
-``interop.export`` makes these from ``ModelConfig``, ``EagleConfig`` and the trees. Rotary frequencies are
+``convert.export`` makes these from ``ModelConfig``, ``EagleConfig`` and the trees. Rotary frequencies are
 numbers here, computed once by ``nn.rope``, so that both sides turn by the same angles.
 """
 

@@ -12,9 +12,9 @@ import importlib
 from typing import Any
 
 from eaglejax.errors import ConfigError
-from eaglejax.interop.adapter import FLOATS, AttentionCall, Availability, DeviceAdapter
-from eaglejax.interop.limits import AttentionLimits, Limits, MergeLimits, QuantLimits
-from eaglejax.interop.torch_import import torch
+from eaglejax.interop.backends.adapter import FLOATS, AttentionCall, Availability, DeviceAdapter
+from eaglejax.interop.backends.limits import AttentionLimits, Limits, MergeLimits, QuantLimits
+from eaglejax.interop.backends.torch_import import torch
 
 LIMITS = Limits(
     attention=(

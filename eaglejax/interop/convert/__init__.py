@@ -1,0 +1,1 @@
+"""Arrays, configurations and weights of the JAX side as those of the torch side."""

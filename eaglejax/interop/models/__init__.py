@@ -1,0 +1,1 @@
+"""Target, draft, their trees and their rounds in torch; imports no jax."""

@@ -1,0 +1,1 @@
+"""A torch run held against the JAX run: recorded, compared, reported."""
