@@ -1,5 +1,5 @@
 """Greedy verification in torch, and where an answer ends, by the rules of ``speculate.verify`` and
-``speculate.round``."""
+``speculate.rounds``."""
 
 from __future__ import annotations
 

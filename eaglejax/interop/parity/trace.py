@@ -105,8 +105,8 @@ def _watched(
         found[name] = value
 
     with watch(see):
-        step = {"prefill": prefill_chunk, "round": decode_round}[stage]
-        after, _ = step(program, params, state, *chunk)
+        run: Any = {"prefill": prefill_chunk, "round": decode_round}[stage]
+        after, _ = run(program, params, state, *chunk)
     if stage == "round":
         # Sums of logarithms, as torch keeps them, lie further apart than small probabilities.
         found["draft/tree/scores"] = jnp.log(found.pop("draft/tree/confidence"))
