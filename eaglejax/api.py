@@ -102,23 +102,14 @@ def decoder_for(
     """
     proposer = Autoregressive() if proposer is None else proposer
     bound = proposer if isinstance(proposer, Bound) else Bound(proposer)
-    if isinstance(bound.proposer, type) or not hasattr(bound.proposer, "propose"):
+    if not isinstance(bound.proposer, Proposer):
         raise ConfigError(
             f"proposer is {bound.proposer!r}; give an object such as NGram(length=7), what load_draft "
             "returned, or None for plain decoding"
         )
     if isinstance(bound.proposer, Eagle):
         check_basis(bound.proposer.config, bound.params.weights, target, look=False)
-    params, predictions = bound.params, [r.prediction for r in requests]
-    prepare = getattr(bound.proposer, "prepare", None)
-    if prepare is not None:
-        params = prepare([None if p is None else list(p) for p in predictions], batch)
-    elif any(p is not None for p in predictions):
-        raise ConfigError(
-            f"predictions are given but {type(bound.proposer).__name__} does not use them; "
-            "decode with proposer=Prediction(...)"
-        )
-    return BatchDecoder(target, bound.proposer, params, requests, batch=batch, options=options)
+    return BatchDecoder(target, bound.proposer, bound.params, requests, batch=batch, options=options)
 
 
 def generate(

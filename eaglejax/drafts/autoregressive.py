@@ -20,9 +20,9 @@ class Autoregressive(OnChain):
 
     length = 0
 
-    def init(self, params: Any, *, batch: int, capacity: int) -> tuple[()]:
+    def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> tuple[()]:
         """No state."""
-        del params, batch, capacity
+        del params, batch, capacity, inputs
         return ()
 
     def observe(self, params: Any, state: tuple[()], seen: Observation) -> tuple[()]:

@@ -1,31 +1,43 @@
 """The one interface between a target and whatever guesses its next tokens.
 
 A *proposer* is a frozen, hashable dataclass of settings (a compile-time constant). Its weights travel as
-``params`` and its memory as ``state``, both pytrees; everything below runs inside one jitted round, so it
-holds no Python state, asks nothing of the host, and has shapes that depend on its settings alone.
+``params`` and its memory as ``state``, both pytrees. ``init``, ``observe`` and ``propose`` run inside jitted
+programs, so they hold no Python state, ask nothing of the host, and have shapes that depend on settings and
+inputs alone. ``inputs`` and ``learn`` are its host half.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from eaglejax import pytree
-from eaglejax.sampling import RowSampling
+from eaglejax.errors import ConfigError
+from eaglejax.models.config import Boundary
+from eaglejax.sampling import RowSampling, Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One row: the prompt's token ids, how to sample, where to stop, and what the answer may repeat."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    prediction: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Target features a proposer reads in ``observe``.
+    """What a proposer reads in ``observe``. ``taps``: boundaries of the target, in the order in which
+    ``Observation.features`` holds them."""
 
-    ``aux``: hidden-state boundaries (0 = embedding, i = output of the i-th block, residual stream before any
-    final norm). ``hidden``: the post-final-norm hidden state that feeds the target's head.
-    """
-
-    aux: tuple[int, ...] = ()
-    hidden: bool = False
+    taps: tuple[Boundary, ...] = ()
 
 
 @pytree.dataclass
@@ -70,48 +82,81 @@ class Observation:
 
     ``tokens`` [B, M] int32 sit at positions ``start[b] + i``; the first ``count[b]`` are real (0: none).
     ``following`` [B, M] is the token after each of them (EAGLE pairs the feature of t with the token t+1);
-    the token after the last real one is the new root. ``aux`` [B, M, A, H] and ``hidden`` [B, M, H] as asked
-    for in ``Needs``, else None. During a round M = D+1 and the tokens are the root and the accepted drafts;
-    during prefill M is the chunk.
+    the token after the last real one is the new root. ``features`` [B, M, A, H] are the target's at
+    ``Needs.taps``, in that order (None where there are none). During a round M = D+1 and the tokens are the
+    root and the accepted drafts; during prefill M is the chunk.
     """
 
     tokens: jax.Array
     following: jax.Array
     start: jax.Array
     count: jax.Array
-    aux: jax.Array | None = None
-    hidden: jax.Array | None = None
+    features: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A proposer with its weights: what ``load_draft`` returns and ``generate`` takes."""
+    """A proposer with its weights and nothing else: what ``load_draft`` returns and ``generate`` takes."""
 
     proposer: Proposer
     params: Any = None
 
 
-class Proposer(Protocol):
+class Proposer(abc.ABC):
     """See the module's text. ``nodes`` is N (root included), ``depth`` D, ``chain`` as in Draft."""
 
     @property
+    @abc.abstractmethod
     def nodes(self) -> int: ...
 
     @property
+    @abc.abstractmethod
     def depth(self) -> int: ...
 
     @property
+    @abc.abstractmethod
     def chain(self) -> bool: ...
 
     @property
-    def needs(self) -> Needs: ...
+    def needs(self) -> Needs:
+        """Nothing, unless a proposer says otherwise."""
+        return Needs()
 
-    def init(self, params: Any, *, batch: int, capacity: int) -> Any:
-        """State before any token: ``capacity`` is the most tokens a row can come to hold, N included."""
+    def inputs(self, requests: Sequence[Request], slots: int) -> Any:
+        """On the host: what ``requests`` bring along, as arrays whose first axis is ``slots`` rows.
 
+        The first rows are the requests', the others are empty. Raises ConfigError where a request brings
+        something that the proposer does not use. The default uses nothing and gives no arrays.
+        """
+        del slots
+        if any(r.prediction is not None for r in requests):
+            raise ConfigError(
+                f"predictions are given but {type(self).__name__} does not use them; "
+                "decode with proposer=Prediction(...)"
+            )
+        return ()
+
+    def learn(self, row: Request, tokens: Sequence[int]) -> None:
+        """On the host, between chunks of rounds: ``tokens`` are what ``row`` has emitted since the last call.
+
+        A proposer that remembers texts across requests keeps them in a field that takes no part in
+        comparison, and hands them out in ``inputs`` of later requests. The default forgets them.
+        """
+        del row, tokens
+
+    @abc.abstractmethod
+    def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> Any:
+        """State before any token: ``capacity`` is the most tokens a row can come to hold, N included.
+
+        ``inputs``, from :meth:`inputs`, become part of it where the proposer has any. The first axis of every
+        array is the row, so that a row joins and leaves a batch with all that is its own.
+        """
+
+    @abc.abstractmethod
     def observe(self, params: Any, state: Any, seen: Observation) -> Any:
         """Take in committed tokens; called once a prefill chunk and once a round."""
 
+    @abc.abstractmethod
     def propose(
         self, params: Any, state: Any, root: jax.Array, lengths: jax.Array, rows: RowSampling, keys: jax.Array
     ) -> tuple[Draft, Any]:

@@ -110,9 +110,9 @@ class NGram(OnChain):
                 "the shortest suffix cannot be longer than the longest"
             )
 
-    def init(self, params: Any, *, batch: int, capacity: int) -> jax.Array:
+    def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> jax.Array:
         """An empty history, [batch, capacity] int32."""
-        del params
+        del params, inputs
         return jnp.zeros((batch, capacity), jnp.int32)
 
     def observe(self, params: Any, state: jax.Array, seen: Observation) -> jax.Array:

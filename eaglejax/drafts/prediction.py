@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from eaglejax import pytree
-from eaglejax.drafts.base import Draft, Observation, Proposal
+from eaglejax.drafts.base import Draft, Observation, Proposal, Request
 from eaglejax.drafts.ngram import (
     last_tokens,
     lookup,
@@ -41,10 +42,11 @@ class Predictions:
 
 @pytree.dataclass
 class PredictionState:
-    """``history`` [B, C] int32: the row's tokens at their positions. ``shift`` [B] int32: where the
-    prediction is being followed, as (place in the prediction) - (position in the row). ``started`` [B] bool:
-    a draft has been made."""
+    """``predictions``: the rows' inputs. ``history`` [B, C] int32: the row's tokens at their positions.
+    ``shift`` [B] int32: where the prediction is being followed, as (place in the prediction) - (position in
+    the row). ``started`` [B] bool: a draft has been made."""
 
+    predictions: Predictions
     history: jax.Array
     shift: jax.Array
     started: jax.Array
@@ -69,48 +71,48 @@ class Prediction(OnChain):
         for name in ("length", "memory"):
             require_positive("Prediction", name, getattr(self, name))
 
-    def prepare(self, predictions: Sequence[Sequence[int] | None], batch: int) -> Predictions:
-        """On the host: the predicted token ids of each row as padded arrays, the ``params`` of this proposer.
+    def inputs(self, requests: Sequence[Request], slots: int) -> Predictions:
+        """The predicted token ids of each request as padded arrays.
 
-        ``predictions`` holds one entry a row (None or empty: no prediction; such a row uses prompt lookup
-        alone) and is filled up with empty ones to ``batch`` rows. The width is padded to a power of two of
-        at least 64, so that texts of different lengths share a compilation. Raises MismatchError for more
-        predictions than rows.
+        A request without a prediction, or with an empty one, uses prompt lookup alone. The width is padded to
+        a power of two of at least 64, so that texts of different lengths share a compilation. Raises
+        MismatchError for more requests than slots.
         """
-        if len(predictions) > batch:
-            raise MismatchError(
-                f"{len(predictions)} predictions for a batch of {batch} rows; give one a prompt"
-            )
-        texts = [np.asarray(p if p is not None else [], np.int32) for p in predictions]
+        if len(requests) > slots:
+            raise MismatchError(f"{len(requests)} requests do not fit {slots} rows")
+        texts = [np.asarray(r.prediction or (), np.int32) for r in requests]
         longest = max((len(t) for t in texts), default=0)
         width = max(64, 1 << max(longest - 1, 0).bit_length())
-        tokens = np.zeros((batch, width), np.int32)
-        count = np.zeros((batch,), np.int32)
+        tokens = np.zeros((slots, width), np.int32)
+        count = np.zeros((slots,), np.int32)
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = text
             count[row] = len(text)
         return Predictions(tokens=jnp.asarray(tokens), count=jnp.asarray(count))
 
-    def init(self, params: Predictions, *, batch: int, capacity: int) -> PredictionState:
-        """An empty history; the prediction is followed from its start."""
-        if params.tokens.shape[0] != batch:
+    def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> PredictionState:
+        """An empty history; the prediction is followed from its start. Without ``inputs`` no row has one."""
+        del params
+        predictions = inputs or self.inputs((), batch)
+        if predictions.tokens.shape[0] != batch:
             raise MismatchError(
-                f"predictions for {params.tokens.shape[0]} rows do not fit a batch of {batch}"
+                f"predictions for {predictions.tokens.shape[0]} rows do not fit a batch of {batch}"
             )
         return PredictionState(
+            predictions=predictions,
             history=jnp.zeros((batch, capacity), jnp.int32),
             shift=jnp.zeros((batch,), jnp.int32),
             started=jnp.zeros((batch,), bool),
         )
 
-    def observe(self, params: Predictions, state: PredictionState, seen: Observation) -> PredictionState:
+    def observe(self, params: Any, state: PredictionState, seen: Observation) -> PredictionState:
         """Write the committed tokens at their positions."""
         del params
         return dataclasses.replace(state, history=remember(state.history, seen))
 
     def propose(
         self,
-        params: Predictions,
+        params: Any,
         state: PredictionState,
         root: jax.Array,
         lengths: jax.Array,
@@ -118,21 +120,22 @@ class Prediction(OnChain):
         keys: jax.Array,
     ) -> tuple[Draft, PredictionState]:
         """What follows the followed place of the prediction, or the row's own earlier text."""
-        del rows, keys
+        del params, rows, keys
+        told = state.predictions
         text = with_root(state.history, root, lengths)
         # The first root is the first token of the answer, so it is expected to be the prediction's first.
         shift = jnp.where(state.started, state.shift, -lengths)
-        expected = jnp.clip(lengths + shift, 0, params.count)
+        expected = jnp.clip(lengths + shift, 0, told.count)
 
-        place = jnp.arange(params.tokens.shape[1])
+        place = jnp.arange(told.tokens.shape[1])
         tail = last_tokens(text, lengths, self.memory)
         # Agreement may reach back before the answer's start; the prompt often ends with the same words.
-        overlap = suffix_overlap(params.tokens, tail, lengths + 1)
+        overlap = suffix_overlap(told.tokens, tail, lengths + 1)
         away = place - expected[:, None]
         reach = place.shape[0]
         nearness = jnp.where(away >= 0, 2 * reach - away, reach + away)
         # The place after the last predicted token offers nothing, so a match that ends there is none.
-        usable = (place + 1 < params.count[:, None]) & (overlap > 0)
+        usable = (place + 1 < told.count[:, None]) & (overlap > 0)
         score = jnp.where(usable, overlap * (2 * reach + 1) + nearness, -1)
         end = jnp.argmax(score, axis=1).astype(jnp.int32)
         agreed = jnp.where(usable.any(1), jnp.take_along_axis(overlap, end[:, None], axis=1)[:, 0], 0)
@@ -143,8 +146,8 @@ class Prediction(OnChain):
         nothing = (agreed == 0) & (own_agreed == 0)
         start = jnp.where(nothing, expected, end) + 1
         from_prediction = nothing | (agreed > 0)
-        count = jnp.where(from_prediction, jnp.clip(params.count - start, 0, self.length), own_count)
-        tokens = jnp.where(from_prediction[:, None], take_from(params.tokens, start, self.length), own)
+        count = jnp.where(from_prediction, jnp.clip(told.count - start, 0, self.length), own_count)
+        tokens = jnp.where(from_prediction[:, None], take_from(told.tokens, start, self.length), own)
 
         state = dataclasses.replace(
             state, shift=jnp.where(agreed > 0, end - lengths, shift), started=jnp.ones_like(state.started)

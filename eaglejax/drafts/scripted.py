@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +87,9 @@ class Scripted(OnTree):
             tokens[row, : len(text)] = text
         return Script(reference=jnp.asarray(tokens), goal=jnp.asarray(goal))
 
-    def init(self, params: Script, *, batch: int, capacity: int) -> jax.Array:
+    def init(self, params: Script, *, batch: int, capacity: int, inputs: Any = ()) -> jax.Array:
         """Round 0 for every row."""
-        del capacity
+        del capacity, inputs
         if params.reference.shape[0] != batch:
             raise MismatchError(
                 f"a script for {params.reference.shape[0]} rows does not fit a batch of {batch}"
@@ -150,9 +150,9 @@ class ScriptedLaw(OnTree):
         if self.ids is not None and any(a >= b for a, b in zip(self.ids, self.ids[1:], strict=False)):
             raise ConfigError("ScriptedLaw: ids must be strictly increasing")
 
-    def init(self, params: jax.Array, *, batch: int, capacity: int) -> tuple[()]:
+    def init(self, params: jax.Array, *, batch: int, capacity: int, inputs: Any = ()) -> tuple[()]:
         """No state."""
-        del params, batch, capacity
+        del params, batch, capacity, inputs
         return ()
 
     def observe(self, params: jax.Array, state: tuple[()], seen: Observation) -> tuple[()]:

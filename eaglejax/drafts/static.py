@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from eaglejax.drafts.base import Draft, Needs, Proposal
+from eaglejax.drafts.base import Draft, Proposal, Proposer
 from eaglejax.drafts.tree import StaticTree, chain
 from eaglejax.errors import ConfigError
 
 
-class OnTree:
+class OnTree(Proposer):
     """Base of a proposer whose drafts all have the shape ``tree`` and which reads no target features."""
 
     tree: StaticTree
@@ -30,13 +30,8 @@ class OnTree:
         """Whether the tree is one."""
         return self.tree.is_chain
 
-    @property
-    def needs(self) -> Needs:
-        """Nothing."""
-        return Needs()
 
-
-class OnChain:
+class OnChain(Proposer):
     """Base of a proposer that drafts a chain of up to ``length`` tokens and reads no target features."""
 
     length: int
@@ -55,11 +50,6 @@ class OnChain:
     def chain(self) -> bool:
         """Always: nothing has to move in the cache."""
         return True
-
-    @property
-    def needs(self) -> Needs:
-        """Nothing."""
-        return Needs()
 
 
 def require_positive(owner: str, name: str, value: object) -> None:

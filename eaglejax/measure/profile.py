@@ -160,7 +160,7 @@ def _parts(
 
 def _nothing_seen(program: rounds.Program, params: rounds.Params, lengths: jax.Array) -> Observation:
     """A round's observation of no token: as much work, and the memory stays as long as it is."""
-    needs, shape = program.proposer.needs, (lengths.shape[0], program.proposer.depth + 1)
+    taps, shape = program.proposer.needs.taps, (lengths.shape[0], program.proposer.depth + 1)
     width, dtype = program.config.hidden_size, params.target["norm"].dtype
     tokens = jnp.zeros(shape, jnp.int32)
     return Observation(
@@ -168,6 +168,5 @@ def _nothing_seen(program: rounds.Program, params: rounds.Params, lengths: jax.A
         following=tokens,
         start=lengths,
         count=jnp.zeros_like(lengths),
-        aux=jnp.zeros((*shape, len(needs.aux), width), dtype) if needs.aux else None,
-        hidden=jnp.zeros((*shape, width), dtype) if needs.hidden else None,
+        features=jnp.zeros((*shape, len(taps), width), dtype) if taps else None,
     )

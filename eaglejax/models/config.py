@@ -18,6 +18,13 @@ from eaglejax.nn.mlp import activation
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.rope import RopeConfig
 
+FINAL = "final"
+"""Name of the hidden state behind the final norm, which the head reads, among the boundaries."""
+
+Boundary = int | str
+"""Which hidden state: 0 = embedding after any scaling, i = output of block i (the residual stream, before any
+final norm), or ``FINAL``."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:

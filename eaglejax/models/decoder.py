@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.errors import ConfigError
-from eaglejax.models.config import ModelConfig
+from eaglejax.models.config import FINAL, Boundary, ModelConfig
 from eaglejax.nn import cache as kv
 from eaglejax.nn.attention import write_and_attend
 from eaglejax.nn.linear import embedding, linear
@@ -149,15 +149,15 @@ def forward(
     cache: kv.KVCache,
     visible: jax.Array,
     *,
-    aux: tuple[int, ...] = (),
+    aux: tuple[Boundary, ...] = (),
 ) -> Forward:
     """Run N new tokens on top of the committed prefix.
 
     ``tokens``, ``positions`` [B, N] int32; ``visible`` [B, N, N] bool: which of the new tokens each new
     token sees, itself included; the prefix [0, cache.lengths) is always seen, sliding windows permitting.
-    ``aux``: ids of the hidden-state boundaries to return, 0 = embedding after any scaling, i = output of
-    block i, num_layers = before the final norm. The caller guarantees ``cache.lengths + N <= capacity``.
-    Raises ConfigError for shapes or boundaries that cannot be.
+    ``aux``: the hidden-state boundaries to return, in this order (num_layers: before the final norm, FINAL:
+    behind it). The caller guarantees ``cache.lengths + N <= capacity``. Raises ConfigError for shapes or
+    boundaries that cannot be.
     """
     _check(config, tokens, positions, cache, visible, aux)
     for name, value in (("tokens", tokens), ("positions", positions), ("visible", visible)):
@@ -170,7 +170,7 @@ def forward(
     with jax.named_scope("rope"):
         ropes = {config.layer_rope(i) for i in range(config.num_layers)}
         angles = {rope: rotation(positions, rope, config.head_dim) for rope in ropes}
-    taps = {0: x}
+    taps: dict[Boundary, jax.Array] = {0: x}
     keys, values = [], []
     for i, layer in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{i}"), scope(f"layers/{i}"):
@@ -185,8 +185,9 @@ def forward(
     with jax.named_scope("final_norm"):
         hidden = rms_norm(x, params["norm"], config.norm_eps, offset=config.norm_offset)
     tap("final_norm", hidden)
+    taps[FINAL] = hidden
     boundaries = jnp.stack([taps[i] for i in aux], axis=2) if aux else None
-    if boundaries is not None:
+    if boundaries is not None and set(aux) != {FINAL}:
         tap("aux", boundaries)
     return Forward(
         hidden=hidden,
@@ -201,7 +202,7 @@ def _check(
     positions: jax.Array,
     cache: kv.KVCache,
     visible: jax.Array,
-    aux: tuple[int, ...],
+    aux: tuple[Boundary, ...],
 ) -> None:
     b, n = tokens.shape
     if positions.shape != (b, n) or visible.shape != (b, n, n) or cache.lengths.shape != (b,):
@@ -211,7 +212,7 @@ def _check(
         )
     if n > cache.capacity:
         raise ConfigError(f"{n} new tokens do not fit a cache of {cache.capacity} slots")
-    wrong = [i for i in aux if not 0 <= i <= config.num_layers]
+    wrong = [i for i in aux if i != FINAL and i not in range(config.num_layers + 1)]
     if wrong:
         raise ConfigError(
             f"hidden-state boundaries {wrong} do not exist; this model has 0 to {config.num_layers}"

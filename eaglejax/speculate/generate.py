@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from eaglejax import sampling
+from eaglejax.drafts.base import Proposer, Request
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
@@ -26,17 +27,6 @@ from eaglejax.speculate.stops import TextStream
 
 ROUNDS_A_CHUNK = 16
 LARGEST_PREFILL = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One row: the prompt's token ids, how to sample, where to stop, and what the answer may repeat."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    max_new_tokens: int
-    stop: tuple[str, ...] = ()
-    prediction: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +156,7 @@ class _Row:
         self.text = TextStream(tokenizer, request.stop, eos) if tokenizer is not None else None
         self.shown = 0
         self.shown_tokens = 0
+        self.learned = 0
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> int:
         """Add tokens up to a stop string; how many were taken."""
@@ -189,9 +180,19 @@ class _Row:
         self.shown_tokens = len(self.tokens)
         return Piece(index, text, tokens) if text or tokens else None
 
+    @property
+    def kept(self) -> int:
+        """How many of its tokens are the answer's: a stop string's are not."""
+        return self.text.kept_tokens() if self.stopped and self.text else len(self.tokens)
+
+    def news(self) -> list[int]:
+        """The answer's tokens since the last call."""
+        begin, self.learned = self.learned, max(self.kept, self.learned)
+        return self.tokens[begin : self.learned]
+
     def result(self, eos: frozenset[int], depth: int) -> Generation:
         """The row's Generation; a stop string's tokens leave ids, log-probabilities and statistics."""
-        keep = self.text.kept_tokens() if self.stopped and self.text else len(self.tokens)
+        keep = self.kept
         judged, left = [], keep - min(self.first_tokens, keep)
         for r in self.rounds:
             count = min(r.count, left)
@@ -233,7 +234,7 @@ class BatchDecoder:
     def __init__(
         self,
         target: Target,
-        proposer: Any,
+        proposer: Proposer,
         draft_params: Any,
         requests: Sequence[Request],
         *,
@@ -247,6 +248,7 @@ class BatchDecoder:
         self.program = rounds.Program(target.config, proposer, options.method, options.logprobs)
         self.params = rounds.Params(target.params, draft_params)
         self._requests = list(requests)
+        self._inputs = proposer.inputs(self._requests, self._batch)
         self._eos = frozenset() if options.ignore_eos else frozenset(target.eos_ids)
         self._rounds_a_chunk = options.rounds_a_chunk
         self._cache_dtype, self._cache_scales = cache_form(target, options)
@@ -306,6 +308,7 @@ class BatchDecoder:
             eos=jax.device_put(np.asarray(sorted(self._eos), np.int32)),
             cache_dtype=self._cache_dtype,
             cache_scales=self._cache_scales,
+            inputs=self._inputs,
         )
 
     def chunks_of_prompts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
@@ -334,17 +337,20 @@ class BatchDecoder:
             record, done = jax.device_get((record, state.done))
             self._book(record, done, first=True)
         self._finished = bool(done.all())
-        return self._halt_stopped(state, done)
+        return self._between_chunks(state, done)
 
     def _read(self, state: rounds.DecodeState, records: rounds.Record, ran: jax.Array) -> rounds.DecodeState:
         records, ran, done = jax.device_get((records, ran, state.done))
         for i in range(int(ran)):
             self._book(jax.tree.map(lambda x, i=i: x[i], records), done, first=False)
         self._finished = bool(done.all())
-        return self._halt_stopped(state, done)
+        return self._between_chunks(state, done)
 
-    def _halt_stopped(self, state: rounds.DecodeState, done: np.ndarray) -> rounds.DecodeState:
-        """Tell the device about rows that a stop string ended."""
+    def _between_chunks(self, state: rounds.DecodeState, done: np.ndarray) -> rounds.DecodeState:
+        """Tell the proposer's host half what is new, and the device about rows that a stop string ended."""
+        for row in self._rows:
+            if news := row.news():
+                self.program.proposer.learn(row.request, news)
         halt = done.copy()
         for b, row in enumerate(self._rows):
             halt[b] |= row.stopped

@@ -95,14 +95,16 @@ def init_state(
     eos: jax.Array,
     cache_dtype: Any,
     cache_scales: CacheScales | None = None,
+    inputs: Any = (),
 ) -> DecodeState:
     """An empty state; a row with ``budget`` 0 is done from the start. ``cache_dtype``, ``cache_scales``:
-    format and scales of the target's cache, see ``nn.cache.init_cache``."""
+    format and scales of the target's cache, see ``nn.cache.init_cache``. ``inputs``: ``Proposer.inputs`` of
+    the rows."""
     batch = budget.shape[0]
     zeros = jnp.zeros((batch,), jnp.int32)
     return DecodeState(
         cache=decoder.init_cache(program.config, batch, capacity, cache_dtype, cache_scales),
-        proposer=program.proposer.init(params.draft, batch=batch, capacity=capacity),
+        proposer=program.proposer.init(params.draft, batch=batch, capacity=capacity, inputs=inputs),
         rows=rows,
         root=zeros,
         emitted=zeros,
@@ -165,7 +167,7 @@ def prefill_chunk(
     end = jnp.maximum(count - 1, 0)
     with scope("target"):
         out = decoder.forward(
-            params.target, config, tokens, lengths[:, None] + steps, state.cache, visible, aux=needs.aux
+            params.target, config, tokens, lengths[:, None] + steps, state.cache, visible, aux=needs.taps
         )
         logits = decoder.unembed(
             params.target, config, jnp.take_along_axis(out.hidden, end[:, None, None], axis=1)
@@ -184,8 +186,7 @@ def prefill_chunk(
         following=following,
         start=lengths,
         count=count,
-        aux=out.aux,
-        hidden=out.hidden if needs.hidden else None,
+        features=out.aux,
     )
     # The cache holds zeros for a token whose keys were not finite, so that no later chunk would notice.
     computed = (jnp.isfinite(out.hidden).all(-1) | ~real).all(1)
@@ -248,7 +249,7 @@ def judge(program: Program, params: Params, state: DecodeState, draft: Draft) ->
     positions = lengths[:, None] + draft.depth
     with scope("target"):
         out = decoder.forward(
-            params.target, config, draft.tokens, positions, state.cache, seen_by, aux=proposer.needs.aux
+            params.target, config, draft.tokens, positions, state.cache, seen_by, aux=proposer.needs.taps
         )
         logits = decoder.unembed(params.target, config, out.hidden)
     processed = sampling.process(logits, rows, draft.tokens, seen_by)
@@ -275,8 +276,7 @@ def judge(program: Program, params: Params, state: DecodeState, draft: Draft) ->
         following=tokens,
         start=lengths,
         count=kept,
-        aux=None if out.aux is None else at_path(out.aux),
-        hidden=at_path(out.hidden) if proposer.needs.hidden else None,
+        features=None if out.aux is None else at_path(out.aux),
     )
     record = Record(
         tokens=tokens,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax import sampling
-from eaglejax.drafts.base import Draft, Observation
+from eaglejax.drafts.base import Draft, Observation, Request
 from eaglejax.sampling import RowSampling, Sampling
 
 VOCAB = 64
@@ -62,21 +62,31 @@ def guesses(draft: Draft, row: int) -> list[int]:
     return [int(t) for t in np.asarray(draft.tokens[row])[1:count]]
 
 
-def first_proposal(proposer: Any, params: Any, texts: list[list[int]], capacity: int) -> Draft:
+def predicting(predictions: list[list[int] | None]) -> list[Request]:
+    """Requests that bring these along."""
+    return [Request((0,), Sampling(), 1, (), None if p is None else tuple(p)) for p in predictions]
+
+
+def first_proposal(
+    proposer: Any, params: Any, texts: list[list[int]], capacity: int, inputs: Any = ()
+) -> Draft:
     """What is proposed after each of ``texts`` (the last token is the root)."""
     batch = len(texts)
     tokens = pad(texts, capacity)
     last = np.asarray([len(t) - 1 for t in texts], np.int32)
-    state = proposer.init(params, batch=batch, capacity=capacity)
+    state = proposer.init(params, batch=batch, capacity=capacity, inputs=inputs)
     state = proposer.observe(params, state, observation(tokens, np.zeros(batch), last))
     root = jnp.asarray(tokens[np.arange(batch), last])
     return propose(proposer, params, state, root, jnp.asarray(last))[0]
 
 
-def play(proposer: Any, params: Any, prompt: list[int], answer: list[int], capacity: int) -> list[list[int]]:
+def play(
+    proposer: Any, prompt: list[int], answer: list[int], capacity: int, inputs: Any = ()
+) -> list[list[int]]:
     """The drafts of each round of a single row that is going to write ``answer``, greedily verified."""
     text = prompt + answer
-    state = proposer.init(params, batch=1, capacity=capacity)
+    params = None
+    state = proposer.init(params, batch=1, capacity=capacity, inputs=inputs)
     state = proposer.observe(params, state, observation(pad([prompt], capacity), [0], [len(prompt)]))
     at, rounds = len(prompt), []
     while at < len(text) - 1:

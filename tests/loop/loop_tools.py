@@ -127,6 +127,21 @@ def expected(
     return answer, "length"
 
 
+class Predicted(list[Any]):
+    """Stands for the params of a proposer whose requests bring predictions: token ids a row, or None."""
+
+    def requests(self) -> list[Request]:
+        """Requests that bring them."""
+        return [Request((0,), GREEDY, 1, (), None if p is None else tuple(p)) for p in self]
+
+
+def split(proposer: Any, params: Any) -> tuple[Any, Any]:
+    """The proposer's weights and its inputs, from what ``Case.params`` gives."""
+    if isinstance(params, Predicted):
+        return None, proposer.inputs(params.requests(), len(params))
+    return params, ()
+
+
 def decode(
     proposer: Any,
     draft_params: Any,
@@ -144,11 +159,17 @@ def decode(
     many = len(starts)
     limits = [limits] * many if isinstance(limits, int) else limits
     samplings = [samplings] * many if isinstance(samplings, Sampling) else samplings
+    guesses: list[Any] = [None] * many
+    if isinstance(draft_params, Predicted):
+        guesses = [r.prediction for r in draft_params.requests()]
     run = BatchDecoder(
         dataclasses.replace(target or tiny_target(), eos_ids=eos),
         proposer,
-        draft_params,
-        [Request(tuple(p), s, n, stop) for p, s, n in zip(starts, samplings, limits, strict=True)],
+        None if isinstance(draft_params, Predicted) else draft_params,
+        [
+            Request(tuple(p), s, n, stop, g)
+            for p, s, n, g in zip(starts, samplings, limits, guesses[:many], strict=True)
+        ],
         batch=batch,
         options=DecodeOptions(**{"rounds_a_chunk": 4, "prefill_width": WIDTH, **options}),
     )
@@ -182,7 +203,7 @@ class Case:
                 lambda t: None,
             ]
             edited = [edits[(row + batch * turn) % 4](r) for row, r in enumerate(rows)]
-            return self.proposer.prepare(edited, batch)
+            return Predicted(edited)
         if self.kind == "model":
             return lively(self.proposer.config, SEED + turn)  # turn 0: the target drafts for itself
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from loop_tools import (
 )
 from test_state import start
 
+from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.speculate import rounds
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
 
@@ -60,6 +62,25 @@ def test_rounds_touch_the_host_only_where_they_say_so() -> None:
         rest = list(pieces)
     assert len(rest) > BATCH
     assert sum(len(r.token_ids) for r in run.results()) == BATCH * CONTEXT - sum(map(len, prompts()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Listening(Autoregressive):
+    """Plain decoding that remembers what it is told."""
+
+    heard: list[tuple[Request, list[int]]] = dataclasses.field(default_factory=list, compare=False)
+
+    def learn(self, row: Request, tokens: Sequence[int]) -> None:
+        self.heard.append((row, list(tokens)))
+
+
+def test_a_proposer_hears_every_token_of_every_answer_once() -> None:
+    proposer = Listening()
+    results = decode(proposer, None, prompts(), limits=[11, 1, CONTEXT])
+    assert len(proposer.heard) > BATCH
+    for prompt, result in zip(prompts(), results, strict=True):
+        heard = [t for row, tokens in proposer.heard if row.prompt == prompt for t in tokens]
+        assert heard == result.token_ids
 
 
 def test_the_caches_are_donated() -> None:

@@ -21,6 +21,7 @@ from loop_tools import (
     greedy_texts,
     pad,
     prompts,
+    split,
     tiny_target,
 )
 
@@ -30,7 +31,7 @@ from eaglejax.drafts.prediction import PredictionState
 from eaglejax.speculate import rounds
 
 
-def start(program: rounds.Program, params: rounds.Params) -> rounds.DecodeState:
+def start(program: rounds.Program, params: rounds.Params, inputs: Any = ()) -> rounds.DecodeState:
     """The state after the prompts, in the shapes that the other tests compile for."""
     rows = sampling.rows([GREEDY] * BATCH, VOCAB, prompts())
     lengths = np.asarray([len(p) for p in prompts()])
@@ -42,6 +43,7 @@ def start(program: rounds.Program, params: rounds.Params) -> rounds.DecodeState:
         budget=jnp.asarray(CONTEXT - lengths, jnp.int32),
         eos=jnp.asarray(NO_EOS, jnp.int32),
         cache_dtype=np.dtype("float32"),
+        inputs=inputs,
     )
     text = pad(prompts(), CONTEXT + 1)
     for begin in range(0, max(lengths), WIDTH):
@@ -70,9 +72,10 @@ def assert_cache_is(cache: Any, lengths: np.ndarray, reference: Any) -> None:
 def test_every_round_leaves_the_state_of_the_committed_text(name: str, turn: int) -> None:
     case, target, texts = CASES[name], tiny_target(), greedy_texts(prompts())
     program = rounds.Program(target.config, case.proposer)
-    params = rounds.Params(target.params, case.params(texts, turn=turn))
+    draft_weights, inputs = split(case.proposer, case.params(texts, turn=turn))
+    params = rounds.Params(target.params, draft_weights)
     reference = full_forward(target.params, target.config, pad(texts))[1]
-    state = start(program, params)
+    state = start(program, params, inputs)
     lengths = np.asarray([len(p) for p in prompts()])
     for _ in range(6):
         assert np.asarray(state.cache.lengths).tolist() == lengths.tolist()
@@ -82,7 +85,6 @@ def test_every_round_leaves_the_state_of_the_committed_text(name: str, turn: int
         if isinstance(state.proposer, DraftModelState):
             assert not state.proposer.ahead
             assert np.asarray(state.proposer.cache.lengths).tolist() == lengths.tolist()
-            draft_weights = params.draft
             drafted = full_forward(draft_weights, case.proposer.config, pad(texts))[1]
             assert_cache_is(state.proposer.cache, lengths, drafted)
         if name in ("ngram", "prediction"):

@@ -14,6 +14,7 @@ from eaglejax import pytree
 from eaglejax.drafts import tree as tree_lib
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
+from eaglejax.models.config import FINAL
 from eaglejax.nn.cache import advance
 
 CAPACITY = 24
@@ -135,9 +136,12 @@ def test_boundaries_come_in_the_order_asked_for():
     assert none.aux is None
     np.testing.assert_array_equal(out.aux[:, :, 0], out.aux[:, :, 2])
     np.testing.assert_allclose(out.aux[:, :, 1], jnp.broadcast_to(params["embed"][1], (1, 3, 32)), rtol=1e-6)
+    _, last = forward(params, config, *args, aux=(FINAL, 3))
+    np.testing.assert_array_equal(last.aux[:, :, 0], last.hidden)
+    np.testing.assert_array_equal(last.aux[:, :, 1], out.aux[:, :, 0])
 
 
-@pytest.mark.parametrize("aux", [(4,), (-1,), (0, 9)])
+@pytest.mark.parametrize("aux", [(4,), (-1,), (0, 9), ("last",)])
 def test_boundaries_that_do_not_exist_are_refused(aux):
     _, config, params = hf_export.build("llama2")
     args = causal(np.ones((1, 3), np.int32), decoder.init_cache(config, 1, CAPACITY))

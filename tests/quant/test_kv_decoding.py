@@ -23,6 +23,7 @@ from loop_tools import (
     decode,
     pad,
     prompts,
+    split,
     tiny_config,
     tiny_target,
 )
@@ -76,7 +77,13 @@ def greedy_texts(form: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, texts))
 
 
-def start(program: rounds.Program, params: rounds.Params, form: str, scales: CacheScales | None) -> Any:
+def start(
+    program: rounds.Program,
+    params: rounds.Params,
+    form: str,
+    scales: CacheScales | None,
+    inputs: Any = (),
+) -> Any:
     """The state after the prompts."""
     lengths = np.asarray([len(p) for p in prompts()])
     state = rounds.jit_init_state(
@@ -88,6 +95,7 @@ def start(program: rounds.Program, params: rounds.Params, form: str, scales: Cac
         eos=jnp.asarray(NO_EOS, jnp.int32),
         cache_dtype=KVFormat(form),
         cache_scales=scales,
+        inputs=inputs,
     )
     text = pad(prompts(), CONTEXT + 1)
     for begin in range(0, max(lengths), WIDTH):
@@ -129,8 +137,9 @@ def test_rounds_give_sequential_tokens_and_the_state_of_their_text(form: str, ca
     reference = full_forward(target.params, target.config, pad(texts), form, target.cache_scales)[1]
     sizes, accepted = [], []
     for turn in (0, 1):
-        params = rounds.Params(target.params, case.params(texts, turn=turn))
-        state = start(program, params, form, target.cache_scales)
+        weights, inputs = split(case.proposer, case.params(texts, turn=turn))
+        params = rounds.Params(target.params, weights)
+        state = start(program, params, form, target.cache_scales, inputs)
         lengths = np.asarray([len(p) for p in prompts()])
         for _ in range(7):
             assert np.asarray(state.cache.lengths).tolist() == lengths.tolist()

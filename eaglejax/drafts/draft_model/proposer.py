@@ -54,8 +54,9 @@ class DraftModel(OnChain):
         if self.cache_dtype is not None:
             uncalibrated_format(self.cache_dtype)
 
-    def init(self, params: Any, *, batch: int, capacity: int) -> DraftModelState:
+    def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> DraftModelState:
         """An empty cache."""
+        del inputs
         format = self.cache_dtype or params["norm"].dtype
         return DraftModelState(decoder.init_cache(self.config, batch, capacity, format))
 

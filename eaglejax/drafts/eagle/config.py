@@ -13,7 +13,7 @@ from typing import Literal
 
 from eaglejax.devices import Attention
 from eaglejax.errors import ConfigError, MismatchError
-from eaglejax.models.config import ModelConfig
+from eaglejax.models.config import FINAL, Boundary, ModelConfig
 from eaglejax.nn.mlp import activation
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.rope import RopeConfig
@@ -189,6 +189,12 @@ class EagleConfig:
                     f"the draft is {self.hidden_size} wide and the target {self.target_hidden_size}: it "
                     f"cannot borrow the target's {what} and must ship its own"
                 )
+
+    @property
+    def taps(self) -> tuple[Boundary, ...]:
+        """What it reads of the target: the state behind the final norm (EAGLE-1), or ``aux`` (EAGLE-3; empty
+        while that is open)."""
+        return (FINAL,) if self.reads_final else self.aux
 
     @property
     def reduced(self) -> bool:

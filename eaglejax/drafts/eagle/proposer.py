@@ -19,7 +19,7 @@ import numpy as np
 
 from eaglejax import pytree, sampling
 from eaglejax.drafts import grow as eagle_tree
-from eaglejax.drafts.base import Draft, Needs, Observation, Proposal
+from eaglejax.drafts.base import Draft, Needs, Observation, Proposal, Proposer
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.model import EagleParams
@@ -43,7 +43,7 @@ class EagleState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle:
+class Eagle(Proposer):
     """EAGLE-1, EAGLE-2 or EAGLE-3, as ``config`` says, on a tree.
 
     ``tree``: a ``DynamicTree`` (EAGLE-2), or a ``StaticTree`` (EAGLE-1's choices, a chain). ``sample`` False:
@@ -84,7 +84,7 @@ class Eagle:
             raise ConfigError(f"min_confidence {self.min_confidence} must lie in [0, 1)")
         if self.cache_dtype is not None:
             uncalibrated_format(self.cache_dtype)
-        if not config.reads_final and not config.aux:
+        if not config.taps:
             raise ConfigError("the draft's boundaries are not known yet; use config.fit(target) or name them")
 
     @property
@@ -104,8 +104,8 @@ class Eagle:
 
     @property
     def needs(self) -> Needs:
-        """The final hidden state (EAGLE-1) or the configuration's boundaries (EAGLE-3)."""
-        return Needs(hidden=True) if self.config.reads_final else Needs(aux=self.config.aux)
+        """The boundaries that the draft was made for."""
+        return Needs(self.config.taps)
 
     @property
     def scratch(self) -> int:
@@ -114,8 +114,9 @@ class Eagle:
             return (self.depth - 1) * self.tree.branching
         return sum(len(level) for level in _expanded(self.tree)[1:])
 
-    def init(self, params: EagleParams, *, batch: int, capacity: int) -> EagleState:
+    def init(self, params: EagleParams, *, batch: int, capacity: int, inputs: Any = ()) -> EagleState:
         """An empty state for rows of up to ``capacity`` tokens."""
+        del inputs
         dtype = eagle_model.dtype_of(params.weights)
         return EagleState(
             cache=eagle_model.init_cache(
@@ -126,14 +127,11 @@ class Eagle:
 
     def observe(self, params: EagleParams, state: EagleState, seen: Observation) -> EagleState:
         """Append the pairs (true feature of a committed token, the token after it)."""
-        features = seen.hidden if self.config.reads_final else seen.aux
-        assert features is not None
-        if self.config.reads_final:
-            features = features[:, :, None]
+        assert seen.features is not None
         m = seen.tokens.shape[1]
         steps = jnp.arange(m, dtype=jnp.int32)
         real = steps < seen.count[:, None]
-        feature = eagle_model.fuse(params, self.config, features)
+        feature = eagle_model.fuse(params, self.config, seen.features)
         # Padding stands behind the length and is masked, but a NaN there would survive a product with zero.
         feature = jnp.where(real[:, :, None], feature, 0)
         positions = state.cache.lengths[:, None] + steps

@@ -112,8 +112,7 @@ def observation(config: EagleConfig, rows, start, width: int) -> Observation:
         following=jnp.asarray(following),
         start=jnp.asarray(start, jnp.int32),
         count=jnp.asarray([len(t) for t, _, _ in rows], jnp.int32),
-        aux=jnp.asarray(features) if config.version == 3 else None,
-        hidden=jnp.asarray(features[:, :, 0]) if config.version == 1 else None,
+        features=jnp.asarray(features),
     )
 
 
