@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eaglejax import json_text
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.jsonl import parse_object, read_lines
 
@@ -255,11 +256,9 @@ def parse_speculative_config(text: str, *, method: str | None = None) -> Specula
     """Read a JSON object. ``method``: where the object names none. Raises ConfigError for bad JSON, unknown
     keys and wrong types."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"the speculative config is not valid JSON: {error.msg} at column {error.colno}"
-        ) from error
+        value = json_text.parse(text)
+    except json_text.JsonError as error:
+        raise ConfigError(f"the speculative config is {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"the speculative config is a JSON object, not {_kind(value)}")
     unknown = sorted(set(value) - set(_KEYS))

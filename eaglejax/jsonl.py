@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from eaglejax import json_text
 from eaglejax.errors import ConfigError, RequestError
 
 
@@ -32,14 +32,9 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 def parse_json(text: str) -> Any:
     """The value that a text of one line spells. Raises RequestError for what is no JSON, or not usable."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"not valid JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise RequestError("not usable JSON: it is nested too deeply") from error
-    except ValueError as error:
-        # Python refuses to read integers of thousands of digits.
-        raise RequestError("not usable JSON: it holds a number of too many digits") from error
+        return json_text.parse(text)
+    except json_text.JsonError as error:
+        raise RequestError(str(error)) from error
 
 
 def parse_object(line: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ progress bar."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import filelock
 
+from eaglejax import json_text
 from eaglejax.devices import compile_cache
 from eaglejax.errors import CheckpointError
 
@@ -45,9 +45,13 @@ def read_json(path: Path, *, default: Any = None) -> Any:
             return default
         raise CheckpointError(f"{path} is missing")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        if path.stat().st_size > json_text.MOST_BYTES:
+            raise CheckpointError(f"{path} has more than {json_text.MOST_BYTES} bytes, as no settings do")
+        value = json_text.parse(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except json_text.JsonError as error:
+        raise CheckpointError(f"{path} is {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
     return value
@@ -74,7 +78,10 @@ def weight_files(folder: Path, stem: str, suffix: str) -> tuple[list[Path], dict
         places = read_json(index).get("weight_map")
         if not isinstance(places, Mapping) or not places:
             raise CheckpointError(f"{index} has no weight_map")
-        shards = sorted({str(name) for name in places.values()})
+        odd = [f"{k!r:.80}: {v!r:.80}" for k, v in places.items() if not _is_file_name(v)]
+        if odd:
+            raise CheckpointError(f"{index} names what is no file beside it: {', '.join(odd[:2])}")
+        shards = sorted(set(places.values()))
         absent = [name for name in shards if not (folder / name).is_file()]
         if absent:
             raise CheckpointError(
@@ -86,6 +93,10 @@ def weight_files(folder: Path, stem: str, suffix: str) -> tuple[list[Path], dict
         if (folder / name).is_file():
             return [folder / name], {}
     return [], {}
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def say_strays(folder: Path, taken: list[Path]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from eaglejax.checkpoint.files import progress, read_json, say_strays, weight_files
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
-from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Rule, TensorStore, materialize, plan
+from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Rule, TensorStore, check_layers, materialize, plan
 from eaglejax.errors import CheckpointError
 from eaglejax.models.config import ModelConfig, from_hf
 from eaglejax.models.decoder import param_table
@@ -294,6 +294,7 @@ def load_folder(folder: Path, dtype: Any, *, context: int | None = None) -> tupl
         raise CheckpointError(f"{folder} holds quantised weights ({form}); load_target reads them")
     config = from_hf(read_config(folder), context=context)
     store = NormalizedStore(open_weights(folder), str(folder))
+    check_layers(store.names(), config.num_layers, str(folder))
     config, ignorable = settle_tying(config, store, str(folder))
     table = param_table(config, dtype)
     assignments = plan(

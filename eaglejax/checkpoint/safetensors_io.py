@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from eaglejax import json_text
 from eaglejax.errors import CheckpointError
 
 DTYPES: dict[str, np.dtype] = {
@@ -84,16 +85,14 @@ class SafetensorsFile:
                 f"{path} is truncated: its header alone needs {8 + length} bytes, it has {size}"
             )
         try:
-            header = json.loads(data[8 : 8 + length].tobytes())
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path} is not a safetensors file: its header is no JSON ({error})"
-            ) from error
+            header = json_text.parse(data[8 : 8 + length].tobytes())
+        except json_text.JsonError as error:
+            raise CheckpointError(f"{path} is not a safetensors file: its header is {error}") from error
         if not isinstance(header, dict):
             raise CheckpointError(f"{path} is not a safetensors file: its header is no JSON object")
         metadata = header.pop("__metadata__", {})
-        if not isinstance(metadata, dict):
-            raise CheckpointError(f"{path} is damaged: its __metadata__ is no JSON object")
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise CheckpointError(f"{path} is damaged: its __metadata__ is no JSON object of strings")
         self.metadata.update(metadata)
         for name, info in header.items():
             entry = _entry(path, number, name, info, 8 + length, size)
@@ -102,6 +101,7 @@ class SafetensorsFile:
                     f"tensor {name!r} is in both {self.paths[self._entries[name].file]} and {path}"
                 )
             self._entries[name] = entry
+        _check_contiguous(path, header, size - 8 - length)
         self._maps.append(data)
 
     def names(self) -> Collection[str]:
@@ -136,24 +136,48 @@ def _entry(path: Path, number: int, name: str, info: Any, base: int, size: int) 
     try:
         dtype_name, shape, (start, stop) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: the header entry of {name!r} is {info!r}") from error
+        raise CheckpointError(
+            f"{path} is damaged: the header entry of {name!r:.200} is {info!r:.200}"
+        ) from error
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype_name!r}, which is not read")
+        raise CheckpointError(f"{path}: tensor {name!r:.200} has dtype {dtype_name!r:.80}, which is not read")
     # numpy counts every dimension in 64 bits, also those of an empty array.
     if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, stop)) or (
         stop - start != math.prod(shape) * dtype.itemsize
     ):
         raise CheckpointError(
-            f"{path} is damaged: tensor {name!r} of shape {shape} and dtype {dtype_name} is said to span "
-            f"[{start}, {stop})"
+            f"{path} is damaged: tensor {name!r:.200} of shape {shape!s:.80} and dtype {dtype_name} is said "
+            f"to span [{start}, {stop})"
         )
     if base + stop > size:
         raise CheckpointError(
-            f"{path} is truncated: tensor {name!r} ends at byte {base + stop}, the file has {size}; "
+            f"{path} is truncated: tensor {name!r:.200} ends at byte {base + stop}, the file has {size}; "
             "download or copy it again"
         )
     return _Entry(number, dtype, shape, base + start)
+
+
+def _check_contiguous(path: Path, header: Mapping[str, Any], size: int) -> None:
+    """Refuse tensors that do not follow one another to the end of the file: offsets that were moved would
+    give other values for the weights."""
+    at = 0
+    for start, stop, name in sorted((*info["data_offsets"], name) for name, info in header.items()):
+        if start != at:
+            what = (
+                "overlaps the tensor before it"
+                if start < at
+                else "leaves bytes before it that belong to none"
+            )
+            raise CheckpointError(
+                f"{path} is damaged: tensor {name!r:.200} begins at byte {start} of the data, which {what} "
+                f"(byte {at} is next)"
+            )
+        at = stop
+    if at != size:
+        raise CheckpointError(
+            f"{path} is damaged: its tensors end at byte {at} of the data, which has {size} bytes"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

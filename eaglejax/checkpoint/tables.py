@@ -127,6 +127,18 @@ def plan(
     return assignments
 
 
+_NUMBERED = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d{1,9})\.")
+
+
+def check_layers(names: Collection[str], layers: int, where: str) -> None:
+    """Refuse a configuration of more layers than a file has tensors of, before anything is made for them."""
+    found = 1 + max((int(m[1]) for name in names if (m := _NUMBERED.search(name))), default=-1)
+    if layers > found:
+        raise CheckpointError(
+            f"{where} lacks layers: its configuration asks for {layers}, there are tensors of {found}"
+        )
+
+
 def candidates(leaf: str, info: pytree.ArrayInfo, rules: Sequence[Rule]) -> Iterator[Assignment]:
     """Every way in which the rules can make a leaf; whether a file holds the tensors is not asked."""
     for rule in rules:

@@ -2,8 +2,10 @@
 hold.
 
 A pickle is a program. This reader knows the handful of operations and names that a dict of tensors needs and
-refuses every other one, so that a hostile file can do nothing. Tensors are views of the mapped archive;
-nothing is copied.
+refuses every other one, so that a hostile file can do nothing. What it builds is bounded, too: keys are
+strings, tuples nest a few levels, and no foreign value is hashed, compared or printed, which a tuple that
+holds itself a million times over would not survive. Tensors are views of the mapped archive; nothing is
+copied or unpacked.
 """
 
 from __future__ import annotations
@@ -55,42 +57,85 @@ class _Tensor:
     strides: tuple[int, ...]
 
 
-def _rebuild_tensor(storage: Any, offset: int, shape: Any, strides: Any, *rest: Any) -> _Tensor:
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Tensor:
     del rest  # requires_grad, hooks, metadata
-    if not isinstance(storage, _Storage) or len(shape) != len(strides):
+    shape, strides = _of(tuple, shape), _of(tuple, strides)
+    if not isinstance(storage, _Storage) or len(shape) != len(strides) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError("a tensor without a storage, or with strides for another shape")
-    return _Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+    return _Tensor(storage, _whole(offset), tuple(map(_whole, shape)), tuple(map(_whole, strides)))
 
 
-def _rebuild_parameter(tensor: _Tensor, *rest: Any) -> _Tensor:
+def _rebuild_parameter(tensor: Any, *rest: Any) -> _Tensor:
     del rest
-    return tensor
+    return _of(_Tensor, tensor)
+
+
+def _empty_dict(*items: Any) -> dict[str, Any]:
+    if items:
+        raise ValueError("an OrderedDict made of something")
+    return {}
+
+
+def _size(shape: Any) -> tuple[Any, ...]:
+    return _of(tuple, shape)
+
+
+def _of(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"a {kind.__name__} was expected, not {type(value).__name__}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    """A count or a number of bytes, such that a file can have it."""
+    if type(value) is not int or not 0 <= value < 1 << 48:
+        raise ValueError("a size, offset or stride that is no whole number a file could have")
+    return value
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _empty_dict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): _size,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
 }
-_CALLABLE = (dict, tuple, _rebuild_tensor, _rebuild_parameter)
+_CALLABLE = (_empty_dict, _size, _rebuild_tensor, _rebuild_parameter)
 
+_LARGEST_PICKLE = 1 << 25
+"""Bytes; a dict of a hundred thousand tensors takes two fifths of it."""
 
-_LARGEST_PICKLE = 1 << 26
-"""Bytes; a dict of a hundred thousand tensors takes a fifth of it."""
+_MOST_OPERATIONS = 1 << 23
+"""A tensor takes about thirty."""
+
+_MOST_DIMENSIONS = 16
+_MOST_LEVELS = 8
+"""Of tuples in tuples; arguments of a tensor have three."""
 
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
     "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
+    "EMPTY_TUPLE": lambda: _Tuple(()),
     "EMPTY_DICT": dict,
     "EMPTY_LIST": list,
 }
 _LITERALS = {"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _MARK: Any = object()
+
+
+class _Tuple(tuple[Any, ...]):
+    """A tuple that knows how deep it is."""
+
+    levels: int
+
+    def __new__(cls, items: Iterable[Any]) -> _Tuple:
+        found = super().__new__(cls, items)
+        found.levels = 1 + max((item.levels for item in found if isinstance(item, _Tuple)), default=0)
+        if found.levels > _MOST_LEVELS:
+            raise ValueError("tuples nested too deeply")
+        return found
 
 
 class _Pickle:
@@ -102,9 +147,12 @@ class _Pickle:
 
     def __init__(self, data: bytes) -> None:
         self._stack: list[Any] = []
+        self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
         self._result: Any = None
-        for opcode, argument, _ in pickletools.genops(data):
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if number >= _MOST_OPERATIONS:
+                raise ValueError(f"more than {_MOST_OPERATIONS} operations")
             self._step(opcode.name, argument)
 
     @classmethod
@@ -115,7 +163,7 @@ class _Pickle:
         except CheckpointError:
             raise
         except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"its pickle is damaged ({error})") from error
+            raise CheckpointError(f"its pickle is damaged ({error!s:.200})") from error
 
     def _step(self, name: str, argument: Any) -> None:
         stack = self._stack
@@ -126,6 +174,7 @@ class _Pickle:
         elif name in ("PROTO", "FRAME"):
             pass
         elif name == "MARK":
+            self._marks.append(len(stack))
             stack.append(_MARK)
         elif name in ("BINPUT", "LONG_BINPUT"):
             self._memo[argument] = stack[-1]
@@ -134,23 +183,24 @@ class _Pickle:
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(self._memo[argument])
         elif name == "TUPLE":
-            stack.append(tuple(self._marked()))
+            stack.append(_Tuple(self._marked()))
         elif name in _TUPLES:
-            stack.append(tuple(self._take(_TUPLES[name])))
+            stack.append(_Tuple(self._take(_TUPLES[name])))
         elif name in ("APPEND", "APPENDS"):
             items = self._take(1) if name == "APPEND" else self._marked()
             _of(list, stack[-1]).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = self._take(2) if name == "SETITEM" else self._marked()
-            _of(dict, stack[-1]).update(zip(items[::2], items[1::2], strict=True))
+            keys = [_of(str, key) for key in items[::2]]
+            _of(dict, stack[-1]).update(zip(keys, items[1::2], strict=True))
         elif name == "GLOBAL":
             stack.append(_known(*argument.split(" ", 1)))
         elif name == "STACK_GLOBAL":
-            stack.append(_known(*self._take(2)))
+            stack.append(_known(*(_of(str, part) for part in self._take(2))))
         elif name == "REDUCE":
             function, arguments = self._take(2)
             if not any(function is known for known in _CALLABLE):
-                raise CheckpointError(f"its pickle calls {function!r}, which is no part of a tensor")
+                raise CheckpointError("its pickle calls something that is no part of a tensor")
             stack.append(function(*_of(tuple, arguments)))
         elif name == "BUILD":
             # The attributes of a state dict (version numbers of modules) mean nothing here.
@@ -173,16 +223,10 @@ class _Pickle:
 
     def _marked(self) -> list[Any]:
         """What lies above the last mark; the mark goes too."""
-        at = max(i for i, item in enumerate(self._stack) if item is _MARK)
+        at = self._marks.pop()
         items = self._stack[at + 1 :]
         del self._stack[at:]
         return items
-
-
-def _of(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"a {kind.__name__} was expected, not {type(value).__name__}")
-    return value
 
 
 def _known(module: str, name: str) -> Any:
@@ -190,16 +234,16 @@ def _known(module: str, name: str) -> Any:
         return _ALLOWED[module, name]
     except KeyError:
         raise CheckpointError(
-            f"its pickle asks for {module}.{name}, which a file of plain tensors has no use for; it is not "
-            "run. Convert the file to safetensors where you trust it"
+            f"its pickle asks for {module:.80}.{name:.80}, which no file of plain tensors needs; it is "
+            "not run. Convert the file to safetensors where you trust it"
         ) from None
 
 
 def _storage(pid: Any) -> _Storage:
     kind, dtype, key, _, size = _of(tuple, pid)
-    if kind != "storage" or not isinstance(dtype, np.dtype):
-        raise CheckpointError(f"its pickle refers to {pid!r}, which is no tensor storage")
-    return _Storage(str(key), dtype, int(size))
+    if not isinstance(kind, str) or kind != "storage" or not isinstance(dtype, np.dtype):
+        raise CheckpointError("its pickle refers to something that is no tensor storage")
+    return _Storage(_of(str, key), dtype, _whole(size))
 
 
 class TorchBinFile:
@@ -257,6 +301,13 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         )
     with zipfile.ZipFile(path) as archive:
         entries = {info.filename: info for info in archive.infolist()}
+        if len(entries) != len(archive.infolist()):
+            raise CheckpointError("it holds two files of one name")
+        packed = [name for name, info in entries.items() if info.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            raise CheckpointError(
+                f"{packed[0]!r:.200} in it is compressed, which PyTorch never does; save the tensors again"
+            )
         pickles = [name for name in entries if name.rsplit("/", 1)[-1] == "data.pkl"]
         if len(pickles) != 1:
             raise CheckpointError(f"it holds {len(pickles)} files named data.pkl instead of one")
@@ -271,12 +322,11 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         tensors = _Pickle.load(archive.read(pickles[0]))
         if not isinstance(tensors, Mapping) or not all(isinstance(t, _Tensor) for t in tensors.values()):
             raise CheckpointError("it holds something else than a dict of tensors")
-        return {str(name): _view(path, archive, entries, root, tensor) for name, tensor in tensors.items()}
+        return {name: _view(path, entries, root, tensor) for name, tensor in tensors.items()}
 
 
 def _view(
     path: Path,
-    archive: zipfile.ZipFile,
     entries: Mapping[str, zipfile.ZipInfo],
     root: str,
     tensor: _Tensor,
@@ -285,23 +335,22 @@ def _view(
     info = entries.get(f"{root}data/{storage.key}")
     nbytes = storage.size * storage.dtype.itemsize
     last = tensor.offset + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-    inside = min((tensor.offset, *tensor.strides, *tensor.shape), default=0) >= 0 and (
-        math.prod(tensor.shape) == 0 or last < storage.size
-    )
+    count = math.prod(tensor.shape)
+    # A tensor that shows one value many times over could be of any size.
+    inside = tensor.offset <= storage.size and (count == 0 or (last < storage.size and count <= storage.size))
     if info is None or info.file_size != nbytes or not inside:
         raise CheckpointError(
-            f"storage {storage.key!r} is missing or does not hold the tensor that refers to it"
+            f"storage {storage.key!r:.80} is missing or does not hold the tensor that refers to it"
         )
-    if info.compress_type == zipfile.ZIP_STORED:
-        with path.open("rb") as file:
-            file.seek(info.header_offset)
-            header = file.read(_LOCAL_HEADER)
-        start = info.header_offset + _LOCAL_HEADER
-        start += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        if start + nbytes > path.stat().st_size:
-            raise CheckpointError(f"it is truncated inside storage {storage.key!r}")
-        flat = np.memmap(path, np.uint8, "c", start, (nbytes,)).view(storage.dtype, np.ndarray)
-    else:
-        flat = np.frombuffer(archive.read(info), storage.dtype)
+    if count == 0:
+        return np.empty(tensor.shape, storage.dtype)
+    with path.open("rb") as file:
+        file.seek(info.header_offset)
+        header = file.read(_LOCAL_HEADER)
+    start = info.header_offset + _LOCAL_HEADER
+    start += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    if header[:4] != b"PK\x03\x04" or start + nbytes > path.stat().st_size:
+        raise CheckpointError(f"it is damaged or truncated before the end of storage {storage.key!r:.80}")
+    flat = np.memmap(path, np.uint8, "c", start, (nbytes,)).view(storage.dtype, np.ndarray)
     strides = [s * storage.dtype.itemsize for s in tensor.strides]
     return np.lib.stride_tricks.as_strided(flat[tensor.offset :], tensor.shape, strides, writeable=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
 from pathlib import Path
@@ -20,7 +21,9 @@ from eaglejax.checkpoint.gguf import load as gguf_models
 from eaglejax.checkpoint.gguf.load import load_gguf
 from eaglejax.checkpoint.gguf.metadata import config_from_metadata
 from eaglejax.checkpoint.gguf.reader import GGUFFile
+from eaglejax.checkpoint.tables import check_layers
 from eaglejax.errors import CheckpointError, EaglejaxError
+from eaglejax.models.config import from_hf
 from eaglejax.nn import rope
 
 MATRIX_KINDS = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_1, Kind.Q5_0, Kind.Q4_1, Kind.Q4_0)
@@ -163,6 +166,70 @@ def test_yarn_scaling_equals_the_folders(tmp_path, strength):
     want, scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](hf, "cpu")
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
     assert got_scale == pytest.approx(scale * strength)
+
+
+def split(path, parts: int):
+    """The file as ``gguf-split`` leaves it; the names of its parts."""
+    reader = gguf.GGUFReader(path)
+    names = [path.with_name(f"{path.stem}-{i + 1:05d}-of-{parts:05d}.gguf") for i in range(parts)]
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(name, "qwen2")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                sub = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub)
+        for tensor in reader.tensors[number::parts]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    path.unlink()
+    return names
+
+
+class TestSplitFiles:
+    def test_all_parts_are_read_whichever_is_named(self, tmp_path):
+        gguf_export.write(tmp_path / "m.gguf", "qwen2")
+        _, want, tokenizer = load_gguf(tmp_path / "m.gguf", jnp.float32)
+        parts = split(tmp_path / "m.gguf", 3)
+        for named in (parts[0], parts[2]):
+            _, params, again = load_gguf(named, jnp.float32)
+            assert_trees(params, want, np.testing.assert_array_equal)
+            assert again.hash == tokenizer.hash
+        assert gguf_models.fingerprint(parts[0]) == gguf_models.fingerprint(parts[2])
+
+    def test_a_missing_part_is_named(self, tmp_path):
+        gguf_export.write(tmp_path / "m.gguf", "qwen2")
+        parts = split(tmp_path / "m.gguf", 2)
+        parts[1].unlink()
+        with pytest.raises(
+            CheckpointError, match=r"one of 2 parts of a model; m-00002-of-00002\.gguf must lie"
+        ):
+            load_gguf(parts[0], jnp.float32)
+
+    def test_a_part_under_another_name_or_in_another_place(self, tmp_path):
+        gguf_export.write(tmp_path / "m.gguf", "qwen2")
+        parts = split(tmp_path / "m.gguf", 2)
+        parts[0].rename(tmp_path / "part.gguf")
+        with pytest.raises(CheckpointError, match="one of 2 parts of a model, which its name does not say"):
+            GGUFFile(tmp_path / "part.gguf")
+        parts[1].rename(parts[0])
+        (tmp_path / "part.gguf").rename(parts[1])
+        with pytest.raises(CheckpointError, match="says that it is part 1 of the model"):
+            GGUFFile(parts[0])
+
+
+def test_two_that_convert_one_file_at_once_both_load(tmp_path):
+    path = tmp_path / "m.gguf"
+    *_, want = gguf_export.write(path, "qwen2")
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda _: load_gguf(path, jnp.float32)[1], range(4)))
+    for params in loaded:
+        assert_trees(params, want, np.testing.assert_array_equal)
 
 
 class TestConvertedCopy:
@@ -373,6 +440,41 @@ class TestRefusals:
         before = config_from_metadata(file)
         file.metadata[f"qwen2.{key}"] = value
         assert config_from_metadata(file) == before
+
+    @pytest.mark.parametrize("moved", [1, 32, -32])
+    def test_tensors_at_another_place(self, tmp_path, moved):
+        """Shifted, overlapping or out of order: read there they would be other values."""
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        second = gguf.GGUFReader(path).tensors[1]
+        at, data = second.field.offset + second.field.parts[0].nbytes, bytearray(path.read_bytes())
+        at += sum(part.nbytes for part in second.field.parts[1:5])
+        data[at : at + 8] = (int.from_bytes(data[at : at + 8], "little") + moved).to_bytes(8, "little")
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=f"{second.name}.* is said to begin at byte"):
+            GGUFFile(path)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("block_count", 2**31),
+            ("block_count", True),
+            ("attention.head_count", [2, 1]),
+            ("attention.head_count", []),
+            ("attention.sliding_window", "5"),
+        ],
+    )
+    def test_counts_that_are_none(self, tmp_path, key, value):
+        path = tmp_path / "m.gguf"
+        gguf_export.write(path, "qwen2")
+        file = GGUFFile(path)
+        file.metadata[f"qwen2.{key}"] = value
+
+        def read():
+            check_layers(file.names(), from_hf(config_from_metadata(file)).num_layers, str(path))
+
+        with pytest.raises(EaglejaxError):
+            read()
 
     def test_partial_rotary_embeddings(self, tmp_path):
         self.refuse(

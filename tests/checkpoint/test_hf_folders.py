@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eaglejax.checkpoint.hf import load_folder
+from eaglejax.checkpoint.safetensors_io import SafetensorsFile
 from eaglejax.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -242,7 +244,67 @@ class TestRefusals:
         save("llama2", tmp_path)
         text = json.dumps(header).encode()
         (tmp_path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
-        self.refuse(tmp_path, "is damaged|has dtype|is truncated")
+        self.refuse(tmp_path, "is damaged|has dtype|is truncated|too many digits")
+
+    @pytest.mark.parametrize(
+        ("spans", "text"),
+        [
+            ({"a": [0, 8], "b": [8, 16]}, None),
+            ({"a": [8, 16], "b": [0, 8]}, None),
+            ({"a": [4, 12], "b": [12, 20]}, r"'a' begins at byte 4 .* leaves bytes"),
+            ({"a": [0, 8], "b": [4, 12]}, r"'b' begins at byte 4 .* overlaps"),
+            ({"a": [0, 8], "b": [0, 8]}, r"'b' begins at byte 0 .* overlaps"),
+            ({"a": [0, 8], "b": [12, 20]}, r"'b' begins at byte 12 .* leaves bytes"),
+            ({"a": [0, 8]}, "end at byte 8 of the data, which has 16"),
+        ],
+    )
+    def test_tensors_follow_one_another(self, spans, text, tmp_path):
+        """As the format's own library has it: whatever else would read other bytes as the weights."""
+        header = {n: {"dtype": "F32", "shape": [2], "data_offsets": span} for n, span in spans.items()}
+        spelt = json.dumps(header).encode()
+        path = tmp_path / WEIGHTS
+        path.write_bytes(
+            len(spelt).to_bytes(8, "little")
+            + spelt
+            + bytes(range(max(16, *(stop for _, stop in spans.values()))))
+        )
+        if text is None:
+            want = load_file(path)
+            assert all(np.array_equal(SafetensorsFile([path]).array(n), want[n]) for n in spans)
+            return
+        with pytest.raises(CheckpointError, match=text):
+            SafetensorsFile([path])
+        with pytest.raises(SafetensorError):
+            load_file(path)
+
+    @pytest.mark.parametrize("place", [5, "..", "../model.safetensors", ["a"]])
+    def test_an_index_names_files_beside_it(self, place, tmp_path):
+        save("qwen2", tmp_path, max_shard_size="20KB")
+        index = json.loads((tmp_path / INDEX).read_text())
+        index["weight_map"][next(iter(index["weight_map"]))] = place
+        (tmp_path / INDEX).write_text(json.dumps(index))
+        self.refuse(tmp_path, "names what is no file beside it")
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            b'{"a": ' * 100_000,
+            b'{"a":' + b"[" * 65 + b"]" * 65 + b"}",
+            b'{"num_hidden_layers": ' + b"9" * 400 + b"}",
+            b'{"model_type": "\xff"}',
+            b'{"model_type": "llama",}',
+            b"[]",
+            b"",
+        ],
+        ids=range(7),
+    )
+    def test_a_config_is_json_within_bounds(self, text, tmp_path):
+        (tmp_path / "config.json").write_bytes(text)
+        with pytest.raises(
+            CheckpointError, match=r"config\.json (is not (valid|usable) JSON|must hold)"
+        ) as caught:
+            load_folder(tmp_path, jnp.float32)
+        assert len(str(caught.value)) < 500
 
     def test_no_weights(self, tmp_path):
         save("llama2", tmp_path)

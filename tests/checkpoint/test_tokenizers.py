@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 
 import gguf
 import gguf_export
@@ -73,6 +74,34 @@ def sentencepiece(writer):
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+
+def test_a_token_of_any_length_costs_no_more_than_itself(tmp_path):
+    """Its splits are looked for among lengths that tokens have: of 60000 places, 30 are looked at."""
+    long = "hello" * 12000
+
+    def add(writer):
+        sentencepiece(writer)
+        for key, more in (("tokens", long), ("scores", -99.0), ("token_type", 1)):
+            writer.kv_data[0][f"tokenizer.ggml.{key}"].value.append(more)
+
+    metadata = GGUFFile(write(tmp_path / "t.gguf", add)).metadata
+    tracemalloc.start()
+    tokenizer = tokenizer_from_metadata(metadata, tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 << 20
+    assert tokenizer.backend.token_to_id(long) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tokens", "abc"), ("tokens", [1]), ("scores", ["a"]), ("model", 5), ("bos_token_id", "1"), ("pre", [])],
+)
+def test_a_vocabulary_of_other_types_is_refused(key, value, tmp_path):
+    metadata = GGUFFile(write(tmp_path / "t.gguf", sentencepiece)).metadata
+    with pytest.raises(CheckpointError, match=f"tokenizer.ggml.{key} must be"):
+        tokenizer_from_metadata({**metadata, f"tokenizer.ggml.{key}": value}, tmp_path)
 
 
 class TestByteLevel:

@@ -18,15 +18,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
 import jax
 import numpy as np
 
 from eaglejax.checkpoint.files import cache_dir, progress, read_json
 from eaglejax.checkpoint.gguf.metadata import config_from_metadata
-from eaglejax.checkpoint.gguf.reader import GGUFFile
+from eaglejax.checkpoint.gguf.reader import GGUFFile, part_paths
 from eaglejax.checkpoint.gguf.tokenizer import tokenizer_from_metadata
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile, write_safetensors
-from eaglejax.checkpoint.tables import COPY, MINUS_ONE, TRANSPOSE, Layout, Rule, materialize, plan
+from eaglejax.checkpoint.tables import (
+    COPY,
+    MINUS_ONE,
+    TRANSPOSE,
+    Layout,
+    Rule,
+    check_layers,
+    materialize,
+    plan,
+)
 from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from eaglejax.errors import CheckpointError
 from eaglejax.models.config import ModelConfig, from_hf
@@ -97,13 +107,16 @@ IGNORABLE = (r"rope_freqs\.weight",)
 
 def fingerprint(path: Path) -> str:
     """The cache key of a file (see the module's text)."""
-    stat = path.stat()
-    digest = hashlib.sha256(f"{_LAYOUT_VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())
-    edge = 1 << 20
-    with path.open("rb") as file:
-        digest.update(file.read(edge))
-        file.seek(max(0, stat.st_size - edge))
-        digest.update(file.read(edge))
+    digest = hashlib.sha256()
+    parts = [part for part in part_paths(path) if part.is_file()] if path.is_file() else []
+    for part in parts or [path]:
+        stat = part.stat()
+        digest.update(f"{_LAYOUT_VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())
+        edge = 1 << 20
+        with part.open("rb") as file:
+            digest.update(file.read(edge))
+            file.seek(max(0, stat.st_size - edge))
+            digest.update(file.read(edge))
     return digest.hexdigest()[:32]
 
 
@@ -120,7 +133,9 @@ def load_gguf(path: Path, dtype: Any, *, context: int | None = None) -> tuple[Mo
         file = GGUFFile(path)
         with keeping(path, folder):
             store_description(file, folder)
-            _store_weights(file, from_hf(read_json(folder / "config.json")), dtype, weights)
+            # Another process may have made them while this one waited.
+            if not weights.is_file():
+                _store_weights(file, from_hf(read_json(folder / "config.json")), dtype, weights)
     config = from_hf(read_json(folder / "config.json"), context=context)
     return config, _map_params(weights, param_table(config, dtype)), load_tokenizer(folder)
 
@@ -132,9 +147,14 @@ def converted_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def keeping(path: Path, folder: Path) -> Iterator[None]:
-    """Says what to do when the converted form of ``path`` cannot be written to ``folder``."""
+    """Lets one process at a time write the converted form of ``path`` to ``folder``; the others wait. Says
+    what to do when it cannot be written."""
     try:
-        yield
+        locks = folder.parent.with_name("locks")
+        for needed in (locks, folder.parent):
+            needed.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(locks / f"{folder.name}.lock"):
+            yield
     except OSError as error:
         raise CheckpointError(
             f"cannot keep the converted weights of {path.name} in {folder}: {error}; "
@@ -152,7 +172,6 @@ def store_description(file: GGUFFile, folder: Path) -> None:
             f"{file.path}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, its embedding only "
             f"{config['vocab_size']} rows"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
     try:
         (temporary / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -164,6 +183,7 @@ def store_description(file: GGUFFile, folder: Path) -> None:
 
 def _store_weights(file: GGUFFile, config: ModelConfig, dtype: np.dtype, weights: Path) -> None:
     rules = rules_for(file.metadata["general.architecture"], config)
+    check_layers(file.names(), config.num_layers, str(file.path))
     assignments = plan(param_table(config, dtype), rules, file, where=str(file.path), ignorable=IGNORABLE)
     with progress(f"converting {file.path.name} (first time only)", len(assignments)) as advance:
 

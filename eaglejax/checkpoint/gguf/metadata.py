@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eaglejax.checkpoint.gguf.reader import GGUFFile
+from eaglejax.checkpoint.tables import check_layers
 from eaglejax.errors import CheckpointError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
@@ -70,7 +71,7 @@ class _Metadata:
     def get(self, key: str, default: Any = None) -> Any:
         value = self.file.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list) and key != "attention.sliding_window_pattern":
-            if len(set(value)) != 1:
+            if not value or any(v != value[0] for v in value):
                 raise CheckpointError(
                     f"{self.file.path}: {self.architecture}.{key} differs between layers, which is not "
                     "supported"
@@ -89,7 +90,16 @@ class _Metadata:
         value = self.need(key) if default is None else self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(
-                f"{self.file.path}: {self.architecture}.{key} = {value!r} must be a whole number above 0"
+                f"{self.file.path}: {self.architecture}.{key} = {value!r:.80} must be a whole number above 0"
+            )
+        return value
+
+    def number(self, key: str) -> float:
+        """A number of 0 or more; 0 where the file does not say."""
+        value = self.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise CheckpointError(
+                f"{self.file.path}: {self.architecture}.{key} = {value!r:.80} must be a number of 0 or more"
             )
         return value
 
@@ -148,7 +158,7 @@ def config_from_metadata(file: GGUFFile) -> dict[str, Any]:
             "num_local_experts": meta.count("expert_count"),
             "num_experts_per_tok": meta.count("expert_used_count"),
         }
-    window = meta.get("attention.sliding_window") or 0
+    window = meta.number("attention.sliding_window")
     if meta.architecture.startswith("qwen") and 0 < window < config["max_position_embeddings"]:
         raise CheckpointError(
             f"{file.path}: {meta.architecture}.attention.sliding_window = {window} is not supported; files "
@@ -156,7 +166,7 @@ def config_from_metadata(file: GGUFFile) -> dict[str, Any]:
         )
     if meta.architecture == "llama":
         biased = "blk.0.attn_q.bias" in file.names()
-        config |= {"attention_bias": biased, "sliding_window": meta.get("attention.sliding_window")}
+        config |= {"attention_bias": biased, "sliding_window": meta.get("attention.sliding_window") or None}
     if meta.architecture == "gemma3":
         config |= _gemma3(meta, head_dim, hidden, heads)
     return config
@@ -166,16 +176,19 @@ def _model_type(meta: _Metadata) -> str:
     """``llama`` files hold Llama, Mistral and Mixtral, told apart by what they use."""
     if meta.architecture != "llama":
         return _MODEL_TYPES[meta.architecture]
-    if meta.get("expert_count"):
+    if meta.number("expert_count"):
         return "mixtral"
-    return "mistral" if meta.get("attention.sliding_window") else "llama"
+    return "mistral" if meta.number("attention.sliding_window") else "llama"
 
 
 def _gemma3(meta: _Metadata, head_dim: int, hidden: int, heads: int) -> dict[str, Any]:
     layers = meta.count("block_count")
-    pattern = meta.get("attention.sliding_window_pattern") or 6
+    check_layers(meta.file.names(), layers, str(meta.file.path))
+    flags = meta.get("attention.sliding_window_pattern")
     # One flag a layer, or the period at which a layer attends to everything.
-    flags = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
+    if not isinstance(flags, list):
+        period = meta.count("attention.sliding_window_pattern", 6)
+        flags = [bool((i + 1) % period) for i in range(layers)]
     return {
         # The 27B model alone (62 layers) scales by the mean width of a head; the metadata do not say so.
         "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,

@@ -28,7 +28,7 @@ from gguf import GGMLQuantizationType as Kind
 from eaglejax.checkpoint.files import progress, read_json
 from eaglejax.checkpoint.gguf.load import IGNORABLE, converted_folder, keeping, rules_for, store_description
 from eaglejax.checkpoint.gguf.reader import GGUFFile
-from eaglejax.checkpoint.tables import Assignment, materialize, plan
+from eaglejax.checkpoint.tables import Assignment, check_layers, materialize, plan
 from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models.config import ModelConfig, from_hf
@@ -63,6 +63,7 @@ def load_packed(
     with keeping(path, folder):
         store_description(file, folder)
     config = from_hf(read_json(folder / "config.json"), context=context)
+    check_layers(file.names(), config.num_layers, str(path))
     table = param_table(config, np.dtype(dtype))
     rules = rules_for(file.metadata["general.architecture"], config)
     assignments = plan(table, rules, file, where=str(path), ignorable=IGNORABLE)

@@ -7,6 +7,7 @@ the fallback).
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,11 +58,30 @@ _SPECIALS = {
 }
 
 
+_TYPES: dict[str, tuple[type, bool]] = {
+    **{"tokens": (str, True), "merges": (str, True), "scores": (float, True), "token_type": (int, True)},
+    **dict.fromkeys(("model", "pre"), (str, False)),
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), (bool, False)),
+    **dict.fromkeys(("eot_token_id", "eom_token_id", *_SPECIALS.values()), (int, False)),
+}
+"""Entries under ``tokenizer.ggml.`` with their type, and whether they are lists of it."""
+
+
 class _Vocabulary:
     """The vocabulary part of the metadata, checked."""
 
     def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
         self.path, self._metadata = path, metadata
+        for key, (kind, several) in _TYPES.items():
+            value = self.get(key)
+            values = value if several and isinstance(value, list) else [value]
+            if value is not None and (
+                isinstance(value, list) != several or not all(type(v) is kind for v in values)
+            ):
+                raise CheckpointError(
+                    f"{path} is damaged: tokenizer.ggml.{key} must be "
+                    + (f"a list of {kind.__name__}" if several else f"of type {kind.__name__}")
+                )
         self.tokens: list[str] = self.need("tokens")
         if len(set(self.tokens)) != len(self.tokens):
             raise CheckpointError(f"{path}: tokenizer.ggml.tokens holds the same token twice")
@@ -139,9 +159,16 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], path: Path) -> Tokenize
         backend,
         eos=eos | {i for i, token in enumerate(vocabulary.tokens) if token in named},
         bos=vocabulary.special("bos_token_id"),
-        template=metadata.get("tokenizer.chat_template"),
+        template=_template(metadata, path),
         specials=specials,
     )
+
+
+def _template(metadata: Mapping[str, Any], path: Path) -> str | None:
+    value = metadata.get("tokenizer.chat_template")
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{path} is damaged: tokenizer.chat_template is no text")
+    return value
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
@@ -213,8 +240,13 @@ def _implied_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     descending = all(a >= b for a, b in itertools.pairwise(normal))
     ordered = list(ids) if descending else sorted(ids, key=lambda token: (-scores[ids[token]], ids[token]))
     merges: list[tuple[str, str]] = []
+    # Both parts are tokens, so that a token far longer than all others (a few are) has few splits to look at.
+    lengths = sorted({len(token) for token in ids})
+    known_lengths = frozenset(lengths)
     for token in ordered:
-        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        shorter = lengths[: bisect.bisect_left(lengths, len(token))]
+        cuts = [i for i in shorter if i and len(token) - i in known_lengths]
+        splits = [(token[:i], token[i:]) for i in cuts]
         known = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
         merges += sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
     return merges

@@ -20,6 +20,7 @@ import numpy as np
 from eaglejax.checkpoint.hf import MARKER, open_weights
 from eaglejax.checkpoint.quantized.parts import checked_scale, pending, require, with_offset_sums
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile
+from eaglejax.checkpoint.tables import check_layers
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
@@ -252,7 +253,9 @@ def load(
         f"{where}: {MARKER}.model is {flags!r}; it can set {', '.join(MODEL_FLAGS)}",
     )
     config = dataclasses.replace(config, **flags)
-    file, table = open_weights(folder), leaf_paths(param_table(config, dtype))
+    file = open_weights(folder)
+    check_layers(file.names(), config.num_layers, where)
+    table = leaf_paths(param_table(config, dtype))
     unhashed = sorted({path.name for path in file.paths} - set(marker["files"]))
     require(
         not unhashed, f"{where}: {MARKER}.files leaves out {', '.join(unhashed[:4])}, which the index names"

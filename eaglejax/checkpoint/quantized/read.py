@@ -33,7 +33,7 @@ from eaglejax.checkpoint.quantized import modelslim_read
 from eaglejax.checkpoint.quantized import own as quant_own
 from eaglejax.checkpoint.quantized.parts import Encoded, QuantizedStore, from_parts, require
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
-from eaglejax.checkpoint.tables import Assignment, candidates, materialize, plan
+from eaglejax.checkpoint.tables import Assignment, candidates, check_layers, materialize, plan
 from eaglejax.models.config import ModelConfig, from_hf
 from eaglejax.models.decoder import param_table
 from eaglejax.nn.cache import CacheScales
@@ -75,6 +75,7 @@ def load_quantized(folder: Path, dtype: Any, *, context: int | None = None) -> Q
         return _own(folder, raw, config, dtype)
     where = str(folder)
     store = NormalizedStore(open_quantized(folder, form), where)
+    check_layers(store.names(), config.num_layers, where)
     ignorable = (*IGNORABLE, *IGNORABLE_OF.get(config.family, ()))
     scales = None
     hidden: tuple[str, ...] = ()

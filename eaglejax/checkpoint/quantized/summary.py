@@ -35,7 +35,7 @@ from eaglejax.checkpoint.quantized.read import (
     read_scheme,
 )
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
-from eaglejax.checkpoint.tables import candidates
+from eaglejax.checkpoint.tables import candidates, check_layers
 from eaglejax.errors import CheckpointError
 from eaglejax.models.config import ModelConfig, from_hf
 from eaglejax.models.decoder import param_table
@@ -66,6 +66,7 @@ def summary(folder: Path) -> dict[str, Any]:
     """
     form, raw = quantized_form(folder), read_json(folder / "config.json")
     config, files = from_hf(raw), open_quantized(folder, form)
+    check_layers(files.names(), config.num_layers, str(folder))
     basis = cache = None
     exported = True
     if form == "eaglejax":

@@ -43,6 +43,45 @@ def with_pickle(data: bytes, pickle: bytes) -> bytes:
     return out.getvalue()
 
 
+BOMB = b")q\x00" + b"h\x00h\x00\x86q\x00" * 40
+"""A tuple that holds itself twice, forty times over."""
+
+
+def tensor_pickle(size: bytes, offset: bytes, shape: bytes, strides: bytes) -> bytes:
+    """A dict of one tensor, of these numbers as operations."""
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu" + size
+    arguments = storage + b"tQ" + offset + shape + strides + b"\x89N"
+    return b"\x80\x02}X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tRs."
+
+
+HUGE = b"\x8a\x09" + (1 << 63).to_bytes(9, "little")
+IMPOSSIBLE = {
+    "more than a file can have": (b"K\x04", b"K\x00", b"K\x00" + HUGE + b"\x86", b"K\x01K\x01\x86"),
+    "shape that is a text": (b"K\x04", b"K\x00", b"X\x01\x00\x00\x004\x85", b"K\x01\x85"),
+    "shape that is no whole number": (b"K\x04", b"K\x00", b"G?\xf8" + bytes(6) + b"\x85", b"K\x01\x85"),
+    "shape that is true": (b"K\x04", b"K\x00", b"\x88\x85", b"K\x01\x85"),
+    "stride below 0": (b"K\x04", b"K\x00", b"K\x02\x85", b"J\xff\xff\xff\xff\x85"),
+    "offset beyond the end": (b"K\x04", b"K\x09", b"K\x01\x85", b"K\x01\x85"),
+    "one value many times over": (b"K\x04", b"K\x00", b"J\xff\xff\xff\x7f\x85", b"K\x00\x85"),
+    "seventeen dimensions": (b"K\x04", b"K\x00", b"(" + b"K\x01" * 17 + b"t", b"(" + b"K\x01" * 17 + b"t"),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_a_tensor_has_the_shape_of_one(case, path):
+    path.write_bytes(with_pickle(saved(), tensor_pickle(*IMPOSSIBLE[case])))
+    with pytest.raises(CheckpointError, match=r"damaged|does not hold"):
+        TorchBinFile([path])
+
+
+def test_compressed_members_are_refused(path):
+    with zipfile.ZipFile(io.BytesIO(saved())) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(CheckpointError, match="is compressed"):
+        TorchBinFile([path])
+
+
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_every_protocol_holds_the_same_tensors(protocol, path):
     path.write_bytes(saved(protocol))
@@ -65,7 +104,7 @@ def test_every_protocol_holds_the_same_tensors(protocol, path):
             "something else",
         ),
         # A dtype is no function.
-        (b"\x80\x02ctorch\nFloatStorage\n)R.", "calls dtype"),
+        (b"\x80\x02ctorch\nFloatStorage\n)R.", "calls something"),
         (b"\x80\x02ctorch\nSize\n)\x81.", "operation NEWOBJ"),
         (b"\x80\x02\x82\x01.", "operation EXT1"),
         (b"\x80\x02(i__main__\nX\n.", "operation INST"),
@@ -78,7 +117,15 @@ def test_every_protocol_holds_the_same_tensors(protocol, path):
         (b"\x80\x02h\x07.", "damaged"),
         (b"\x80\x02R.", "lacks its operands"),
         (b"\x80\x02(t(u.", "damaged"),
-        (b"", "damaged"),
+        # Values whose hash, comparison or text would take for ever, where one of them was asked for.
+        (b"\x80\x02" + BOMB + b"}h\x00K\x01s.", "nested too deeply"),
+        (b"\x80\x02})K\x01s.", "a str was expected"),
+        (b"\x80\x02" + BOMB + b"h\x00)R.", "calls something|nested too deeply"),
+        (b"\x80\x02" + BOMB + b"h\x00Q.", "damaged|nested too deeply"),
+        (b"\x80\x04" + BOMB + b"h\x00h\x00\x93.", "damaged|nested too deeply"),
+        (b"\x80\x02ccollections\nOrderedDict\n](h\x00K\x01tae\x85R.", "damaged"),
+        (b"\x80\x02)" + b"\x85" * 300_000 + b".", "nested too deeply"),
+        (b"\x80\x02" + b"(" * 120_000 + b"t" * 120_000 + b".", "nested too deeply|damaged"),
     ],
 )  # fmt: skip
 def test_no_pickle_does_anything(pickle, text, path, tmp_path, monkeypatch):

@@ -1,0 +1,66 @@
+"""JSON as it comes from outside, bounded: what is read has a limited size, depth and length of numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+MOST_BYTES = 1 << 27
+"""Of one text. The index of a model of a hundred thousand tensors takes a tenth of it."""
+
+MOST_DEPTH = 64
+"""Levels of objects and lists."""
+
+_MOST_DIGITS = 40
+"""Of an integer. Published files hold 1e30 spelt out, for a length without a limit."""
+
+
+class JsonError(ValueError):
+    """What is wrong with a text, so that ``<where> is <error>`` is a sentence."""
+
+
+def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES) -> Any:
+    """The value that ``text`` spells; bytes are UTF-8.
+
+    Raises JsonError for what is no JSON and for what is too large, too deep or holds integers of hundreds of
+    digits, before anything of that size is made.
+    """
+    if len(text) > most_bytes:
+        raise JsonError(f"not usable JSON: it is longer than {most_bytes} bytes")
+    try:
+        spelt = text if isinstance(text, str) else text.decode("utf-8")
+        value = json.loads(spelt, parse_int=_integer)
+    except UnicodeDecodeError as error:
+        raise JsonError(f"not valid JSON: byte {error.start + 1} is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in error.doc else ""
+        raise JsonError(f"not valid JSON: {error.msg} at {line}column {error.colno}") from error
+    except RecursionError as error:
+        raise JsonError("not usable JSON: it is nested too deeply") from error
+    if spelt.count("[") + spelt.count("{") > MOST_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise JsonError("not usable JSON: it holds a number of too many digits")
+    return int(digits)
+
+
+def _check_depth(value: Any) -> None:
+    level: list[Any] = [value]
+    for _ in range(MOST_DEPTH + 1):
+        level = [inner for outer in level for inner in _parts(outer)]
+        if not level:
+            return
+    raise JsonError("not usable JSON: it is nested too deeply")
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """The objects and lists inside a value."""
+    inside = value.values() if isinstance(value, dict) else value
+    return (
+        [part for part in inside if isinstance(part, dict | list)] if isinstance(value, dict | list) else []
+    )
