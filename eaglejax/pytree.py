@@ -7,6 +7,7 @@ Abstract values, shardings and initial values all come from that table, so that 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,17 @@ def unflatten(table: Any, leaves: dict[str, Any]) -> Any:
 def abstract(table: Any) -> Any:
     """The table as ``jax.ShapeDtypeStruct`` leaves."""
     return jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), table, is_leaf=is_info)
+
+
+def zeros(table: Any) -> Any:
+    """Zeros for every leaf."""
+    return jax.tree.map(lambda i: jnp.zeros(i.shape, i.dtype), table, is_leaf=is_info)
+
+
+def nbytes(table: Any) -> int:
+    """Bytes of all leaves, together."""
+    leaves = jax.tree.leaves(table, is_leaf=is_info)
+    return sum(math.prod(info.shape) * jnp.dtype(info.dtype).itemsize for info in leaves)
 
 
 def initialize(table: Any, key: jax.Array) -> Any:

@@ -32,6 +32,7 @@ from eaglejax.devices.chips import Chip
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.rope import RopeConfig
+from eaglejax.nn.visible import Tree
 from kernels_pallas.hadamard import hadamard
 from kernels_pallas.quant_matmul import pack_int4, quant_matmul, quantize_per_token
 from kernels_pallas.tree_attention import pack_ancestors, tree_attention
@@ -389,7 +390,7 @@ def time_model(bench: Bench) -> Iterator[Case]:
         length = slots - max(sizes.verified)
         cache = dataclasses.replace(cache, lengths=jnp.full((1,), length, jnp.int32))
         seen = binary_tree(nodes)
-        visible = jnp.asarray(seen)[None]
+        visible = Tree(jnp.asarray(seen)[None])
         positions = jnp.asarray(length + seen.sum(1) - 1, jnp.int32)[None]
 
         def step(carry, params):

@@ -28,6 +28,7 @@ from eaglejax.config import BadRow, read_prompts
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
+from eaglejax.nn.visible import Causal
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.calibrate import calibrate
 from eaglejax.quant.kv import calibrate_cache
@@ -222,9 +223,8 @@ class Quantize:
 def _outputs(params: Any, config: ModelConfig, tokens: jax.Array, cache: Any) -> tuple[jax.Array, jax.Array]:
     """(outputs of all layers [N, L, H] f32, logits [N, V]) of one prompt."""
     n, layers = tokens.shape[1], tuple(range(1, config.num_layers + 1))
-    visible = jnp.tril(jnp.ones((1, n, n), bool))
     positions = jnp.arange(n, dtype=jnp.int32)[None]
-    out = decoder.forward(params, config, tokens, positions, cache, visible, aux=layers)
+    out = decoder.forward(params, config, tokens, positions, cache, Causal(), aux=layers)
     assert out.aux is not None
     return out.aux[0].astype(jnp.float32), decoder.unembed(params, config, out.hidden)[0]
 

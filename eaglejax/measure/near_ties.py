@@ -24,7 +24,8 @@ from eaglejax.interop.parity.compare import TIE as TOLERANCE
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
-from eaglejax.nn.cache import KVCache, advance
+from eaglejax.nn.cache import Cache
+from eaglejax.nn.visible import Causal
 from eaglejax.speculate.generate import cache_form, power_of_two
 
 CODE_TOLERANCE = {8: (0.05, 0.5), 4: (0.5, 4.0), 3: (2.0, 5.0)}
@@ -132,16 +133,15 @@ def score(
 def _score_part(
     config: ModelConfig,
     params: Any,
-    cache: KVCache,
+    cache: Cache,
     tokens: jax.Array,
     ask: jax.Array,
     rival: jax.Array,
     count: Any,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, Cache]:
     """[3, WIDTH] f32: at each place the largest logit, that of ``ask`` [1, WIDTH] and that of ``rival``."""
     places = jnp.arange(WIDTH)
-    visible = (places[None, :] <= places[:, None])[None]
-    out = decoder.forward(params, config, tokens, cache.lengths[:, None] + places, cache, visible)
+    out = decoder.forward(params, config, tokens, cache.lengths[:, None] + places, cache, Causal())
     logits = decoder.unembed(params, config, out.hidden)[0]
     own = jnp.take_along_axis(logits, ask[0][:, None], axis=1)[:, 0]
-    return jnp.stack([logits.max(-1), own, logits[:, rival]]), advance(out.cache, jnp.full((1,), count))
+    return jnp.stack([logits.max(-1), own, logits[:, rival]]), out.cache.advance(jnp.full((1,), count))

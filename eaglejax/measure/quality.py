@@ -25,6 +25,7 @@ from eaglejax.errors import RequestError
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
+from eaglejax.nn.visible import Causal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,10 +62,9 @@ def _boundaries(config: ModelConfig, params: Any, tokens: jax.Array) -> tuple[ja
     def one(row: jax.Array) -> tuple[jax.Array, jax.Array]:
         size = row.shape[0]
         cache = decoder.init_cache(config, 1, size, params["norm"].dtype)
-        visible = jnp.tril(jnp.ones((size, size), bool))[None]
         place = jnp.arange(size)[None]
         every = tuple(range(config.num_layers + 1))
-        out = decoder.forward(params, config, row[None], place, cache, visible, aux=every)
+        out = decoder.forward(params, config, row[None], place, cache, Causal(), aux=every)
         assert out.aux is not None
         return out.aux[0], out.hidden[0]
 

@@ -23,13 +23,16 @@ import jax.numpy as jnp
 from eaglejax import pytree
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import FINAL, Boundary, ModelConfig
-from eaglejax.nn import cache as kv
-from eaglejax.nn.attention import write_and_attend
+from eaglejax.nn import cache as caches
+from eaglejax.nn.cache import Cache, CacheScales, Placement
+from eaglejax.nn.kv import KV, fill
+from eaglejax.nn.kv_format import KVFormat, kv_format
 from eaglejax.nn.linear import embedding, linear
 from eaglejax.nn.mlp import gated_mlp
 from eaglejax.nn.moe import moe_mlp
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import rotate, rotation
+from eaglejax.nn.visible import Visible
 from eaglejax.pytree import ArrayInfo, constant
 from eaglejax.tap import scope, tap
 
@@ -46,7 +49,7 @@ class Forward:
 
     hidden: jax.Array
     aux: jax.Array | None
-    cache: kv.KVCache
+    cache: Cache
 
 
 def param_table(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
@@ -120,25 +123,32 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -
     return pytree.initialize(param_table(config, dtype), key)
 
 
+def cache_table(config: ModelConfig, batch: int, capacity: int, format: KVFormat) -> Cache:
+    """Shape, dtype and logical axes of every array of a cache of ``capacity`` slots a row."""
+    layer = KV.table(
+        format,
+        batch=batch,
+        capacity=capacity,
+        kv_heads=config.num_kv_heads,
+        key_dim=config.head_dim,
+        value_dim=config.head_dim,
+        centred=config.attention_softcap is None,
+    )
+    return caches.table((layer,) * config.num_layers, batch)
+
+
 def init_cache(
     config: ModelConfig,
     batch: int,
     capacity: int,
     format: Any = "float32",
-    scales: kv.CacheScales | None = None,
-) -> kv.KVCache:
-    """An empty cache of ``capacity`` slots a row for this model; ``format`` and ``scales`` as in
-    ``nn.cache.init_cache``."""
-    return kv.init_cache(
-        layers=config.num_layers,
-        batch=batch,
-        capacity=capacity,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        format=format,
-        scales=scales,
-        centred=config.attention_softcap is None,
-    )
+    scales: CacheScales | None = None,
+) -> Cache:
+    """An empty cache of ``capacity`` slots a row for this model.
+
+    ``format``: see ``kv_format``; int8-static needs ``scales``, and no other takes them. Raises ConfigError.
+    """
+    return fill(cache_table(config, batch, capacity, kv_format(format)), format, scales)
 
 
 def forward(
@@ -146,22 +156,23 @@ def forward(
     config: ModelConfig,
     tokens: jax.Array,
     positions: jax.Array,
-    cache: kv.KVCache,
-    visible: jax.Array,
+    cache: Cache,
+    visible: Visible,
     *,
     aux: tuple[Boundary, ...] = (),
 ) -> Forward:
     """Run N new tokens on top of the committed prefix.
 
-    ``tokens``, ``positions`` [B, N] int32; ``visible`` [B, N, N] bool: which of the new tokens each new
-    token sees, itself included; the prefix [0, cache.lengths) is always seen, sliding windows permitting.
-    ``aux``: the hidden-state boundaries to return, in this order (num_layers: before the final norm, FINAL:
-    behind it). The caller guarantees ``cache.lengths + N <= capacity``. Raises ConfigError for shapes or
-    boundaries that cannot be.
+    ``tokens``, ``positions`` [B, N] int32; ``visible``: which of the new tokens each new token sees, itself
+    included; the prefix [0, cache.lengths) is always seen, sliding windows permitting. ``aux``: the
+    hidden-state boundaries to return, in this order (num_layers: before the final norm, FINAL: behind it).
+    The caller guarantees ``cache.lengths + N <= capacity``. Raises ConfigError for shapes or boundaries that
+    cannot be.
     """
     _check(config, tokens, positions, cache, visible, aux)
-    for name, value in (("tokens", tokens), ("positions", positions), ("visible", visible)):
-        tap(name, value)
+    tap("tokens", tokens)
+    tap("positions", positions)
+    tap("visible", visible.new(tokens.shape[1], cache.lengths))
     with jax.named_scope("embed"):
         x = embedding(params["embed"], tokens)
         if config.embed_scale is not None:
@@ -170,16 +181,16 @@ def forward(
     with jax.named_scope("rope"):
         ropes = {config.layer_rope(i) for i in range(config.num_layers)}
         angles = {rope: rotation(positions, rope, config.head_dim) for rope in ropes}
+    at = Placement(cache.lengths, positions, visible, attention=config.attention)
     taps: dict[Boundary, jax.Array] = {0: x}
-    keys, values = [], []
+    layers = []
     for i, layer in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{i}"), scope(f"layers/{i}"):
             rope = config.layer_rope(i)
-            x, k, v = _block(
-                layer, config, i, x, positions, angles[rope], cache, visible, params.get("post_rotation")
+            x, memory = _block(
+                layer, config, i, x, angles[rope], cache.layers[i], at, params.get("post_rotation")
             )
-        keys.append(k)
-        values.append(v)
+        layers.append(memory)
         if i + 1 in aux:
             taps[i + 1] = x
     with jax.named_scope("final_norm"):
@@ -192,7 +203,7 @@ def forward(
     return Forward(
         hidden=hidden,
         aux=boundaries,
-        cache=dataclasses.replace(cache, k=tuple(keys), v=tuple(values)),
+        cache=dataclasses.replace(cache, layers=tuple(layers)),
     )
 
 
@@ -200,17 +211,22 @@ def _check(
     config: ModelConfig,
     tokens: jax.Array,
     positions: jax.Array,
-    cache: kv.KVCache,
-    visible: jax.Array,
+    cache: Cache,
+    visible: Visible,
     aux: tuple[Boundary, ...],
 ) -> None:
     b, n = tokens.shape
-    if positions.shape != (b, n) or visible.shape != (b, n, n) or cache.lengths.shape != (b,):
+    if positions.shape != (b, n) or cache.lengths.shape != (b,):
         raise ConfigError(
-            f"tokens {tokens.shape} need positions {(b, n)}, visible {(b, n, n)} and {b} cache rows; got "
-            f"{positions.shape}, {visible.shape} and {cache.lengths.shape[0]}"
+            f"tokens {tokens.shape} need positions {(b, n)} and {b} cache rows; got {positions.shape} and "
+            f"{cache.lengths.shape[0]}"
         )
-    if n > cache.capacity:
+    refusal = visible.refusal(b, n)
+    if refusal or visible.slots(n) != n:
+        raise ConfigError(
+            f"visible does not fit tokens {tokens.shape}: {refusal or f'it has {visible.slots(n)} new slots'}"
+        )
+    if cache.capacity is not None and n > cache.capacity:
         raise ConfigError(f"{n} new tokens do not fit a cache of {cache.capacity} slots")
     wrong = [i for i in aux if i != FINAL and i not in range(config.num_layers + 1)]
     if wrong:
@@ -224,13 +240,12 @@ def _block(
     config: ModelConfig,
     index: int,
     x: jax.Array,
-    positions: jax.Array,
     angles: tuple[jax.Array, jax.Array],
-    cache: kv.KVCache,
-    visible: jax.Array,
+    memory: KV,
+    at: Placement,
     post_rotation: jax.Array | None,
-) -> tuple[jax.Array, kv.Stored, kv.Stored]:
-    """One layer: (residual stream [B, N, H], its keys, its values)."""
+) -> tuple[jax.Array, KV]:
+    """One layer: (residual stream [B, N, H], its memory with the new tokens)."""
 
     def norm(y: jax.Array, name: str) -> jax.Array:
         return rms_norm(y, layer[name], config.norm_eps, offset=config.norm_offset)
@@ -247,7 +262,7 @@ def _block(
     with jax.named_scope("attention"):
         y = norm(x, "attn_norm")
         tap("attn_norm", y)
-        y, k, v = _attention(layer, config, index, y, positions, angles, cache, visible)
+        y, memory = _attention(layer, config, index, y, angles, memory, at)
         y = closed(y, "post_attn_norm")
         tap("attn_out", y)
         x = x + y
@@ -263,7 +278,7 @@ def _block(
         tap("mlp", y)
         x = x + y
         tap("residual", x)
-    return x, k, v
+    return x, memory
 
 
 def _attention(
@@ -271,11 +286,10 @@ def _attention(
     config: ModelConfig,
     index: int,
     x: jax.Array,
-    positions: jax.Array,
     angles: tuple[jax.Array, jax.Array],
-    cache: kv.KVCache,
-    visible: jax.Array,
-) -> tuple[jax.Array, kv.Stored, kv.Stored]:
+    memory: KV,
+    at: Placement,
+) -> tuple[jax.Array, KV]:
     b, n, _ = x.shape
 
     def heads(name: str) -> jax.Array:
@@ -291,21 +305,16 @@ def _attention(
         from kernels_pallas.hadamard import hadamard
 
         q, k = hadamard(q), hadamard(k)
-    out, cached_k, cached_v = write_and_attend(
+    out, memory = memory.attend(
         q,
         k,
         v,
-        cache.k[index],
-        cache.v[index],
-        cache.lengths,
-        visible,
-        positions,
+        at,
         scale=config.query_scale,
         window=config.layer_window(index),
         softcap=config.attention_softcap,
-        implementation=config.attention,
     )
-    return linear(out.reshape(b, n, -1), layer["o"], layer.get("o_bias")), cached_k, cached_v
+    return linear(out.reshape(b, n, -1), layer["o"], layer.get("o_bias")), memory
 
 
 def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:

@@ -1,46 +1,116 @@
-"""Key/value cache with a length per row.
+"""What a model keeps of each row's text: one ``LayerCache`` a layer, and a length a row.
 
-Slot s of a row holds the keys and values of the token at position s: committed tokens are always contiguous.
-A forward over N new tokens writes slots ``[length, length + N)`` without moving the length; ``advance``
-keeps a prefix of them and ``commit`` keeps one path of a tree. What lies behind the length is never read.
-A token's scales, where the format has them, sit in its slot and move with it.
+A forward over N new tokens writes them behind the lengths without moving these; ``Cache.advance`` then keeps
+the first of them and ``Cache.commit`` keeps one path of a tree. What lies behind the lengths is never read. A
+kind of layer (keys and values, a compressed latent, a recurrent state) is one class; nothing here or above
+asks which it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.errors import ConfigError
-from eaglejax.nn import kv_codec
-from eaglejax.nn.gather import take
-from eaglejax.nn.kv_codec import PackedKV, Stored
-from eaglejax.nn.kv_format import kv_format
-from kernels_pallas import cache_attention
-from kernels_pallas.foreign import portable_call
+from eaglejax.nn.visible import Visible
+from eaglejax.pytree import ArrayInfo
+
+SLOTS = "slots"
+"""Logical axis of cache slots."""
+
+
+class LayerCache(Protocol):
+    """The memory of one layer: a pytree with a leading batch axis in every array that belongs to rows.
+
+    How new tokens are written and attended is between a kind of cache and its kind of layer. A *table* is the
+    same pytree with ``ArrayInfo`` leaves: shapes, dtypes and logical axes, hence bytes and shardings.
+    """
+
+    @property
+    def capacity(self) -> int | None:
+        """Slots a row; None for a memory that does not grow."""
+
+    def commit(self, lengths: jax.Array, path: jax.Array | None, kept: jax.Array) -> Self:
+        """Keep the first ``kept[b]`` nodes of ``path`` [B, P] among the new tokens behind ``lengths`` [B].
+
+        ``path`` None: of the new tokens in their order. Entries behind ``kept`` are valid and ignored.
+        """
+
+    def insert(self, slot: jax.Array, other: Self, row: jax.Array) -> Self:
+        """Row ``slot`` becomes row ``row`` of ``other``, whose capacity is no larger."""
+
+    def release(self, slot: jax.Array) -> Self:
+        """Row ``slot`` begins a new text."""
 
 
 @pytree.dataclass
-class KVCache:
-    """Keys and values of every layer.
+class Placement:
+    """Where the N new tokens of a forward stand, as every layer of the model needs it.
 
-    ``k``, ``v``: one a layer, [B, Hkv, S, head_dim]: arrays, or ``PackedKV`` in a narrow format. ``lengths``:
-    [B] int32, committed tokens of each row. The caller guarantees ``lengths + N <= S`` before each forward
-    (see ``generate``'s capacity rule).
+    ``lengths`` [B] int32: committed tokens; ``positions`` [B, N] int32 of the new ones; ``visible``: who sees
+    whom among them. ``slot_positions`` [B, M] int32: positions of all M new slots where they are more than
+    these N (None: ``positions``). ``attention``: how attention is computed, see ``nn.attention.attend``.
     """
 
-    k: tuple[Stored, ...]
-    v: tuple[Stored, ...]
+    lengths: jax.Array
+    positions: jax.Array
+    visible: Visible
+    slot_positions: jax.Array | None = None
+    attention: Any = pytree.static(default=None)
+
+
+@pytree.dataclass
+class Cache:
+    """``layers``: one a layer; ``lengths`` [B] int32: committed tokens of each row.
+
+    Slot s of a row belongs to the token at position s: committed tokens are always contiguous. The caller
+    guarantees ``lengths + N <= capacity`` before each forward.
+    """
+
+    layers: tuple[Any, ...]
     lengths: jax.Array
 
     @property
-    def capacity(self) -> int:
-        """Slots a row (S)."""
-        return self.k[0].shape[2]
+    def capacity(self) -> int | None:
+        """Slots a row (S); None where no layer has any."""
+        return min((n for layer in self.layers if (n := layer.capacity) is not None), default=None)
+
+    def advance(self, count: jax.Array) -> Cache:
+        """Commit the first ``count[b]`` of the tokens written last."""
+        return self.commit(None, count)
+
+    def commit(self, path: jax.Array | None, kept: jax.Array) -> Cache:
+        """Keep ``kept[b]`` nodes of one root-to-leaf path of the tree written last, next to the committed
+        tokens.
+
+        ``path`` [B, D+1] int32: node index at each depth, the root first; None where node i always sits at
+        depth i, so that nothing has to move.
+        """
+        return Cache(
+            tuple(layer.commit(self.lengths, path, kept) for layer in self.layers), self.lengths + kept
+        )
+
+    def insert(self, slot: jax.Array | int, other: Cache, row: jax.Array | int = 0) -> Cache:
+        """A text joins: row ``slot`` becomes row ``row`` of ``other``, a cache of the same model and format.
+
+        Raises ConfigError where ``other`` has more slots a row.
+        """
+        if self.capacity is not None and (other.capacity or 0) > self.capacity:
+            raise ConfigError(
+                f"a row of {other.capacity} slots does not fit a cache of {self.capacity}; make it larger"
+            )
+        slot, row = jnp.asarray(slot, jnp.int32), jnp.asarray(row, jnp.int32)
+        layers = (a.insert(slot, b, row) for a, b in zip(self.layers, other.layers, strict=True))
+        return Cache(tuple(layers), self.lengths.at[slot].set(other.lengths[row]))
+
+    def release(self, slot: jax.Array | int) -> Cache:
+        """A text leaves: row ``slot`` is empty."""
+        slot = jnp.asarray(slot, jnp.int32)
+        return Cache(tuple(layer.release(slot) for layer in self.layers), self.lengths.at[slot].set(0))
 
 
 @pytree.dataclass
@@ -54,104 +124,22 @@ class CacheScales:
     v: tuple[jax.Array, ...]
 
 
-def init_cache(
-    *,
-    layers: int,
-    batch: int,
-    capacity: int,
-    kv_heads: int,
-    head_dim: int,
-    format: Any = "float32",
-    scales: CacheScales | None = None,
-    centred: bool = False,
-) -> KVCache:
-    """An empty cache of ``layers`` times [batch, kv_heads, capacity, head_dim].
+def table(layers: tuple[Any, ...], batch: int) -> Cache:
+    """The table of a cache of ``batch`` rows, from its layers' tables."""
+    return Cache(layers, ArrayInfo((batch,), jnp.int32, ("batch",)))  # type: ignore[arg-type]
 
-    ``format``: see ``kv_format``; int8-static needs ``scales``, and no other takes them. ``centred``: where
-    keys get a scale as they come, they are stored as differences from the row's first one (see ``kv_codec``),
-    which attention without a softcap does not notice. Raises ConfigError.
+
+def put_row(own: jax.Array, slot: jax.Array, other: jax.Array, row: jax.Array) -> jax.Array:
+    """``own`` [B, ...] with row ``row`` of ``other`` at ``slot``; a shorter axis fills its beginning."""
+    one = jax.lax.dynamic_slice_in_dim(other, row, 1)
+    return jax.lax.dynamic_update_slice(own, one.astype(own.dtype), (slot, *[0] * (own.ndim - 1)))
+
+
+def rewind(cache: Cache, lengths: jax.Array) -> Cache:
+    """The cache with fewer committed tokens, ``lengths`` [B]: those behind are as if never committed.
+
+    Raises ConfigError where a layer's memory does not grow, for what it took in cannot be taken out.
     """
-    format = kv_format(format)
-    if format.static != (scales is not None):
-        raise ConfigError(
-            "an int8-static cache needs calibrated scales (quant.kv.calibrate_cache); 'int8' needs none"
-            if format.static
-            else f"calibrated scales are for an int8-static cache, not for {format.name!r}"
-        )
-    shape = (batch, kv_heads, capacity, head_dim)
-
-    def sides(channels: tuple[jax.Array, ...] | None, centred: bool = False) -> tuple[Stored, ...]:
-        if channels is None:
-            return tuple(kv_codec.empty(format, shape, None, centred=centred) for _ in range(layers))
-        if [c.shape for c in channels] != [(kv_heads, head_dim)] * layers:
-            raise ConfigError(
-                f"cache scales must be {layers} arrays of shape {(kv_heads, head_dim)}; they are "
-                f"{[c.shape for c in channels]}"
-            )
-        return tuple(kv_codec.empty(format, shape, c) for c in channels)
-
-    return KVCache(
-        k=sides(None if scales is None else scales.k, centred),
-        v=sides(None if scales is None else scales.v),
-        lengths=jnp.zeros((batch,), jnp.int32),
-    )
-
-
-def write(cached: Stored, new: jax.Array, lengths: jax.Array) -> Stored:
-    """Put ``new`` [B, Hkv, N, d] into ``cached`` [B, Hkv, S, d] at slots ``lengths[b] + (0..N-1)``."""
-    ready = (
-        kv_codec.encode(cached, new, lengths) if isinstance(cached, PackedKV) else new.astype(cached.dtype)
-    )
-    return kv_codec.each(lambda old, fresh: _put(old, fresh, lengths), cached, ready)
-
-
-def _put(cached: jax.Array, fresh: jax.Array, lengths: jax.Array) -> jax.Array:
-    """``cached`` [B, Hkv, S, ...] with ``fresh`` [B, Hkv, N, ...] from slot ``lengths[b]`` on, in place.
-
-    XLA:CPU computes updates of a bfloat16 buffer in float32, and so makes B passes over all of it for B rows;
-    a call of our own moves the bytes.
-    """
-    if cache_attention.WRITE_KERNEL.unavailable() is None:
-        return portable_call(cache_attention.cache_write, _put_xla, cached, fresh, lengths)
-    return _put_xla(cached, fresh, lengths)
-
-
-def _put_xla(cached: jax.Array, fresh: jax.Array, lengths: jax.Array) -> jax.Array:
-    """One update a row: XLA turns a vmapped dynamic_update_slice into a scatter, which on CPU walks element
-    by element."""
-    for b in range(cached.shape[0]):
-        cached = jax.lax.dynamic_update_slice(cached, fresh[b : b + 1], _slot(cached, b, lengths))
-    return cached
-
-
-def _slot(cached: jax.Array, row: int, lengths: jax.Array) -> list[int | jax.Array]:
-    """Where slot ``lengths[row]`` of a row begins in ``cached`` [B, Hkv, S, ...]."""
-    return [row, 0, lengths[row], *[0] * (cached.ndim - 3)]
-
-
-def advance(cache: KVCache, count: jax.Array) -> KVCache:
-    """Commit the first ``count[b]`` of the tokens written last."""
-    return dataclasses.replace(cache, lengths=cache.lengths + count)
-
-
-def commit(cache: KVCache, path: jax.Array, accepted: jax.Array, *, chain: bool = False) -> KVCache:
-    """Keep one root-to-leaf path of the tree written last and move it next to the committed tokens.
-
-    ``path`` [B, D+1] int32: node index at each depth, ``path[:, 0] == 0``; entries beyond ``accepted`` [B]
-    are ignored (but must be valid indices). The row grows by ``accepted + 1``: the root and the accepted
-    drafts. ``chain`` says that node i always sits at depth i, so that nothing has to move.
-    """
-    if chain:
-        return advance(cache, accepted + 1)
-
-    slots = cache.lengths[:, None] + path
-
-    def gather(cached: jax.Array) -> jax.Array:
-        kept = [take(row, at, axis=1) for row, at in zip(cached, slots, strict=True)]
-        return _put(cached, jnp.stack(kept), cache.lengths)
-
-    return KVCache(
-        k=tuple(kv_codec.each(gather, k) for k in cache.k),
-        v=tuple(kv_codec.each(gather, v) for v in cache.v),
-        lengths=cache.lengths + accepted + 1,
-    )
+    if any(layer.capacity is None for layer in cache.layers):
+        raise ConfigError("a recurrent layer's state cannot go back to an earlier token")
+    return dataclasses.replace(cache, lengths=lengths)

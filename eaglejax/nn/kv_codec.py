@@ -29,6 +29,7 @@ from eaglejax import pytree
 from eaglejax.errors import ConfigError
 from eaglejax.nn.codebooks import lloyd_max, rotation_blocks
 from eaglejax.nn.kv_format import KVFormat
+from eaglejax.pytree import ArrayInfo, constant
 
 INT8_MAX = 127
 FP8_MAX = 448.0
@@ -78,26 +79,29 @@ def each(function: Callable[..., jax.Array], stored: Any, *others: Any) -> Any:
     return dataclasses.replace((stored, *others)[-1], codes=codes, scale=scale)
 
 
-def empty(
-    format: KVFormat, shape: tuple[int, ...], channels: jax.Array | None, *, centred: bool = False
-) -> Stored:
-    """Zeros of ``shape`` [B, Hkv, S, d].
+def table(format: KVFormat, shape: tuple[int, ...], slots: str, *, centred: bool = False) -> Any:
+    """What a side of ``shape`` [B, Hkv, S, d] is held in, as ``ArrayInfo`` leaves that begin as zeros.
 
-    ``centred``: differences from each row's first vector will be stored, where the format finds its scales by
-    itself. Raises ConfigError for a head that is too small to be rotated.
+    ``slots``: logical axis of S. ``centred``: differences from each row's first vector will be stored, where
+    the format finds its scales by itself. Raises ConfigError for a head that is too small to be rotated.
     """
+
+    def info(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Any:
+        return ArrayInfo(shape, dtype, axes, constant(0))
+
     if format.plain:
-        return jnp.zeros(shape, format.dtype)
+        return info(shape, format.dtype, "batch", "kv_heads", slots, None)
     if format.rotation is not None and shape[3] < 2:
         raise ConfigError(f"cache format {format.name!r} rotates heads of 2 channels or more, not {shape[3]}")
+    rows, dim = shape[:3], shape[3]
+    centre = (*shape[:2], dim)
     return PackedKV(
-        codes=jnp.zeros((*shape[:3], format.width(shape[3])), format.dtype),
-        scale=jnp.zeros(shape[:3], jnp.float32) if format.scaled else None,
-        # A copy, because caches are donated and these scales are the user's.
-        channels=None if channels is None else jnp.copy(channels),
-        centre=jnp.zeros((*shape[:2], shape[3]), jnp.float32) if centred and format.scaled else None,
+        codes=info((*rows, format.width(dim)), format.dtype, "batch", "kv_heads", slots, None),
+        scale=info(rows, jnp.float32, "batch", "kv_heads", slots) if format.scaled else None,
+        channels=info((shape[1], dim), jnp.float32, "kv_heads", None) if format.static else None,
+        centre=info(centre, jnp.float32, "batch", "kv_heads", None) if centred and format.scaled else None,
         format=format,
-        head_dim=shape[3],
+        head_dim=dim,
     )
 
 

@@ -18,6 +18,7 @@ from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import embedding, grouped_linear, linear
+from eaglejax.nn.visible import Seen
 from eaglejax.pytree import leaf_paths, unflatten
 from eaglejax.quant.schemes import INNER
 
@@ -146,19 +147,19 @@ def check_prompt(number: int, text: np.ndarray, target: Target) -> None:
         )
 
 
-def chunk(part: np.ndarray, start: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens [1, N], positions [1, N], visible [1, N, N]) of a chunk, filled up to ``width`` tokens.
+def chunk(part: np.ndarray, start: int, width: int) -> tuple[np.ndarray, np.ndarray, Seen]:
+    """(tokens [1, N], positions [1, N], visible) of a chunk, filled up to ``width`` tokens.
 
     What fills it up repeats the last token: same id, position and sight. It computes what that token does,
     so that no range widens.
     """
     last = np.minimum(np.arange(width), len(part) - 1)
-    visible = np.tril(np.ones((width, width), bool))[last]
-    return part[last][None], (start + last).astype(np.int32)[None], visible[None]
+    visible = Seen(np.tril(np.ones((width, width), bool))[last][None])
+    return part[last][None], (start + last).astype(np.int32)[None], visible
 
 
 def _ranges(
-    params: Any, config: ModelConfig, cache: Any, tokens: jax.Array, positions: jax.Array, visible: jax.Array
+    params: Any, config: ModelConfig, cache: Any, tokens: jax.Array, positions: jax.Array, visible: Seen
 ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], Any]:
     """(path -> (low, high) f32 [I], the cache with the chunk committed)."""
     found: dict[str, tuple[jax.Array, jax.Array]] = {}

@@ -12,8 +12,8 @@ import numpy as np
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
-from eaglejax.nn.cache import CacheScales, KVCache
-from eaglejax.nn.kv_codec import INT8_MAX, decode
+from eaglejax.nn.cache import Cache, CacheScales
+from eaglejax.nn.kv_codec import INT8_MAX, Stored, decode
 from eaglejax.quant.calibrate import check_prompt, chunk
 
 
@@ -56,14 +56,16 @@ def calibrate_cache(target: Target, prompts: Sequence[Sequence[int]], *, width: 
 
 
 @jax.jit
-def _largest(cache: KVCache) -> CacheScales:
+def _largest(cache: Cache) -> CacheScales:
     """Largest magnitudes [Hkv, d] f32 over the committed slots, of a cache of one row."""
     real = (jnp.arange(cache.capacity) < cache.lengths[0])[:, None]
 
-    def top(stored: tuple) -> tuple[jax.Array, ...]:
-        return tuple(jnp.max(jnp.where(real, jnp.abs(decode(x)[0]), 0), axis=1) for x in stored)
+    def top(stored: Stored) -> jax.Array:
+        return jnp.max(jnp.where(real, jnp.abs(decode(stored)[0]), 0), axis=1)
 
-    return CacheScales(k=top(cache.k), v=top(cache.v))
+    return CacheScales(
+        k=tuple(top(layer.k) for layer in cache.layers), v=tuple(top(layer.v) for layer in cache.layers)
+    )
 
 
 def _scale(top: jax.Array) -> jax.Array:

@@ -22,7 +22,8 @@ from eaglejax.drafts.base import Draft, Observation, Proposer
 from eaglejax.drafts.tree import ancestors
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
-from eaglejax.nn.cache import CacheScales, KVCache, advance, commit
+from eaglejax.nn.cache import Cache, CacheScales
+from eaglejax.nn.visible import Causal, Tree
 from eaglejax.sampling import Purpose, RowSampling
 from eaglejax.speculate.verify import verify
 from eaglejax.tap import scope, tap
@@ -55,7 +56,7 @@ class DecodeState:
     may emit; ``done`` [B] bool; ``eos`` [E] int32: ids that end a row.
     """
 
-    cache: KVCache
+    cache: Cache
     proposer: Any
     rows: RowSampling
     root: jax.Array
@@ -98,7 +99,7 @@ def init_state(
     inputs: Any = (),
 ) -> DecodeState:
     """An empty state; a row with ``budget`` 0 is done from the start. ``cache_dtype``, ``cache_scales``:
-    format and scales of the target's cache, see ``nn.cache.init_cache``. ``inputs``: ``Proposer.inputs`` of
+    format and scales of the target's cache, see ``decoder.init_cache``. ``inputs``: ``Proposer.inputs`` of
     the rows."""
     batch = budget.shape[0]
     zeros = jnp.zeros((batch,), jnp.int32)
@@ -156,18 +157,17 @@ def prefill_chunk(
     """Take in the next ``count[b]`` prompt tokens of each row; ``last[b]`` says that the prompt ends here.
 
     ``tokens``, ``following`` [B, C] int32: the chunk and, for each of its tokens, the next prompt token. A
-    row whose prompt ends emits its first token, drawn as in any round. Chunks are right-padded; padding sees
-    itself alone and stays uncommitted. A row with a prompt token that the target cannot compute ends.
+    row whose prompt ends emits its first token, drawn as in any round. Chunks are right-padded; no token sees
+    padding, which stays uncommitted. A row with a prompt token that the target cannot compute ends.
     """
     config, needs = program.config, program.proposer.needs
     lengths = state.cache.lengths
     steps = jnp.arange(tokens.shape[1])
     real = steps < count[:, None]
-    visible = (steps[None, :] <= steps[:, None]) & real[:, None, :] | jnp.eye(tokens.shape[1], dtype=bool)
     end = jnp.maximum(count - 1, 0)
     with scope("target"):
         out = decoder.forward(
-            params.target, config, tokens, lengths[:, None] + steps, state.cache, visible, aux=needs.taps
+            params.target, config, tokens, lengths[:, None] + steps, state.cache, Causal(), aux=needs.taps
         )
         logits = decoder.unembed(
             params.target, config, jnp.take_along_axis(out.hidden, end[:, None, None], axis=1)
@@ -206,7 +206,7 @@ def prefill_chunk(
         proposer_state = program.proposer.observe(params.draft, state.proposer, seen)
     state = dataclasses.replace(
         state,
-        cache=advance(out.cache, count),
+        cache=out.cache.advance(count),
         proposer=proposer_state,
         rows=sampling.count_tokens(state.rows, first[:, None], kept),
         root=jnp.where(kept > 0, first, state.root),
@@ -249,7 +249,13 @@ def judge(program: Program, params: Params, state: DecodeState, draft: Draft) ->
     positions = lengths[:, None] + draft.depth
     with scope("target"):
         out = decoder.forward(
-            params.target, config, draft.tokens, positions, state.cache, seen_by, aux=proposer.needs.taps
+            params.target,
+            config,
+            draft.tokens,
+            positions,
+            state.cache,
+            Tree(seen_by),
+            aux=proposer.needs.taps,
         )
         logits = decoder.unembed(params.target, config, out.hidden)
     processed = sampling.process(logits, rows, draft.tokens, seen_by)
@@ -295,7 +301,7 @@ def judge(program: Program, params: Params, state: DecodeState, draft: Draft) ->
         state,
         # Rows keep as many cached tokens as they emitted, so that the cache is the committed text but its
         # last token even where an end cuts the path; a row that was done moves by none.
-        cache=commit(out.cache, path, kept - 1, chain=draft.chain),
+        cache=out.cache.commit(None if draft.chain else path, kept),
         proposer=memory,
         rows=sampling.count_tokens(rows, tokens, kept),
         root=jnp.where(kept > 0, newest, state.root),

@@ -17,6 +17,7 @@ from eaglejax.errors import MismatchError
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
+from eaglejax.nn.visible import Causal
 from eaglejax.train.batch import Batch
 
 BASIS = "original"
@@ -56,8 +57,7 @@ def boundaries(params: Any, config: ModelConfig, batch: Batch, aux: tuple[int, .
 
 def _forward(params: Any, config: ModelConfig, batch: Batch, aux: tuple[int, ...]) -> decoder.Forward:
     b, t = batch.tokens.shape
-    documents, index = batch.documents, jnp.arange(t)
-    visible = (documents[:, :, None] == documents[:, None, :]) & (index[:, None] >= index[None, :])
+    visible = Causal(batch.documents)
     dtype = params["embed"].dtype if hasattr(params["embed"], "dtype") else jnp.bfloat16
     cache = decoder.init_cache(config, b, t, dtype)
     return decoder.forward(params, config, batch.tokens, batch.positions, cache, visible, aux=aux)

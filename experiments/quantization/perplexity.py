@@ -33,6 +33,7 @@ from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
 from eaglejax.nn.kv_format import KVFormat
+from eaglejax.nn.visible import Causal
 from eaglejax.quant import Statistics, as_plan, calibrate, quantize_target
 from eaglejax.speculate.generate import cache_form
 from eaglejax.train.samples import Sample, read_samples
@@ -159,8 +160,7 @@ def _forward(
     """log p of the next token after each of ``tokens`` [N]: [N, V] f32. ``form``, ``scales``: the cache's."""
     n = tokens.shape[0]
     cache = decoder.init_cache(config, 1, n, form, scales)
-    visible = jnp.tril(jnp.ones((1, n, n), bool))
-    out = decoder.forward(params, config, tokens[None], jnp.arange(n)[None], cache, visible)
+    out = decoder.forward(params, config, tokens[None], jnp.arange(n)[None], cache, Causal())
     return jax.nn.log_softmax(decoder.unembed(params, config, out.hidden)[0], axis=-1)
 
 

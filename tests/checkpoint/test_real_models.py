@@ -9,6 +9,7 @@ from eaglejax.checkpoint.sources import resolve
 from eaglejax.checkpoint.target import load_target
 from eaglejax.errors import CheckpointError
 from eaglejax.models import decoder
+from eaglejax.nn.visible import Causal
 
 TEXTS = {
     "english": (
@@ -69,12 +70,11 @@ def test_top_token_agrees_with_transformers_in_f32(word):
         assert tokens[name].tolist() == theirs.encode(text), name
     longest = max(map(len, tokens.values()))
     cache = decoder.init_cache(config, 1, longest)
-    visible = jnp.tril(jnp.ones((1, longest, longest), bool))
 
     @jax.jit
     def logits(params, ids):
         with jax.default_matmul_precision("highest"):
-            out = decoder.forward(params, config, ids, jnp.arange(longest)[None], cache, visible)
+            out = decoder.forward(params, config, ids, jnp.arange(longest)[None], cache, Causal())
             return decoder.unembed(params, config, out.hidden)[0]
 
     ours = {

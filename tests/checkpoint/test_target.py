@@ -17,6 +17,7 @@ from eaglejax.checkpoint.target import load_target
 from eaglejax.errors import ConfigError, MismatchError, RequestError
 from eaglejax.models import decoder
 from eaglejax.models.target import random_target
+from eaglejax.nn.visible import Causal
 
 
 @pytest.fixture
@@ -57,10 +58,9 @@ def test_logits_equal_transformers(folder):
     tokens = np.random.default_rng(0).integers(0, 260, (12,))
     want, _ = hf_export.run(model, tokens)
     cache = decoder.init_cache(target.config, 1, 16)
-    visible = jnp.tril(jnp.ones((1, 12, 12), bool))
     with jax.default_matmul_precision("highest"):
         out = decoder.forward(
-            target.params, target.config, jnp.asarray(tokens[None]), jnp.arange(12)[None], cache, visible
+            target.params, target.config, jnp.asarray(tokens[None]), jnp.arange(12)[None], cache, Causal()
         )
         got = decoder.unembed(target.params, target.config, out.hidden)[0]
     assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()

@@ -10,6 +10,7 @@ import eaglejax as ej
 from eaglejax.cli.doctor import tiny_config
 from eaglejax.measure import near_ties
 from eaglejax.models import decoder
+from eaglejax.nn.visible import Causal
 
 BEST = np.array([5.0, 4.0, 3.0, 6.0], np.float32)
 
@@ -64,7 +65,7 @@ def test_scores_are_the_logits_of_one_plain_forward(target):
         tokens,
         jnp.arange(n)[None],
         decoder.init_cache(target.config, 1, n),
-        jnp.tril(jnp.ones((n, n), bool))[None],
+        Causal(),
     )
     logits = np.asarray(decoder.unembed(target.params, target.config, out.hidden))[0, len(prompt) - 1 : -1]
     best, own, rival = near_ties.score(target, prompt, answer, 5)

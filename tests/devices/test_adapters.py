@@ -214,7 +214,7 @@ def test_counted_weights_are_the_table_s(changes):
 def test_counted_cache_is_the_cache():
     cache = jax.eval_shape(lambda: decoder.init_cache(BASE, 2, 16, jnp.bfloat16))
     got = 2 * 16 * memory.cache_bytes_per_token(BASE, "bfloat16")
-    assert got == sum(x.size * 2 for x in (*cache.k, *cache.v))
+    assert got == sum(x.size * 2 for x in jax.tree.leaves(cache.layers))
     assert memory.cache_bytes_per_token(BASE, "int8") == 2 * 3 * 2 * (10 + 4)
     assert memory.cache_bytes_per_token(BASE, "bfloat16", lanes=128) == 2 * 3 * 2 * (10 + 128) * 2
     assert memory.cache_bytes_per_token(BASE, "bfloat16", lanes=5) == 2 * 3 * 2 * 10 * 2

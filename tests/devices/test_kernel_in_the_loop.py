@@ -24,6 +24,7 @@ from eaglejax.nn import attention as attention_module
 from eaglejax.nn import attention_implementations
 from eaglejax.nn.attention import attend
 from eaglejax.nn.rope import RopeConfig
+from eaglejax.nn.visible import Seen
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
 
@@ -136,7 +137,7 @@ def shapes(**changes):
         "k": kv[0],
         "v": kv[1],
         "lengths": lengths,
-        "visible": visible,
+        "visible": Seen(visible),
         "positions": slot_positions[:, m - n :],
         "slot_positions": slot_positions,
         "scale": 0.3,

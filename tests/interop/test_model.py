@@ -22,8 +22,10 @@ from eaglejax.interop.models import decoder as torch_decoder
 from eaglejax.interop.models import layers
 from eaglejax.interop.models.specs import from_dict, to_dict
 from eaglejax.models import decoder
-from eaglejax.nn.cache import KVCache
+from eaglejax.nn.cache import Cache
+from eaglejax.nn.kv import KV
 from eaglejax.nn.rope import RopeConfig, frequencies
+from eaglejax.nn.visible import Tree
 
 CPU = get_adapter("torch-cpu")
 LENGTHS, NODES, CAPACITY = (9, 4), 5, 16
@@ -43,12 +45,12 @@ def tree_inputs(config, seed=0):
     shape = (b, config.num_kv_heads, CAPACITY, config.head_dim)
 
     def side():
-        return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(config.num_layers))
+        return [jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(config.num_layers)]
 
     return (
         tokens,
         positions,
-        KVCache(side(), side(), jnp.asarray(lengths)),
+        Cache(tuple(map(KV, side(), side())), jnp.asarray(lengths)),
         np.broadcast_to(seen, (b, NODES, NODES)),
     )
 
@@ -56,7 +58,7 @@ def tree_inputs(config, seed=0):
 @functools.partial(jax.jit, static_argnames=("config", "aux"))
 def jax_forward(params, config, tokens, positions, cache, visible, aux):
     with jax.default_matmul_precision("highest"):
-        out = decoder.forward(params, config, tokens, positions, cache, visible, aux=aux)
+        out = decoder.forward(params, config, tokens, positions, cache, Tree(visible), aux=aux)
         return decoder.unembed(params, config, out.hidden), out.aux, out.cache
 
 
@@ -94,7 +96,11 @@ def test_logits_boundaries_and_the_written_cache_are_those_of_jax(name):
     assert relative(got.numpy(), logits) < 1e-5
     assert relative(taps.numpy(), boundaries) < 1e-5
     for b, start in enumerate(LENGTHS):
-        for mine, theirs in zip((*held.k, *held.v), (*cache.k, *cache.v), strict=True):
+        for mine, theirs in zip(
+            (*held.k, *held.v),
+            (*(x.k for x in cache.layers), *(x.v for x in cache.layers)),
+            strict=True,
+        ):
             assert relative(mine[b, :, : start + NODES].numpy(), theirs[b, :, : start + NODES]) < 1e-5
     assert held.lengths.tolist() == list(LENGTHS)
 

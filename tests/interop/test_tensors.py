@@ -14,7 +14,7 @@ from eaglejax.interop.backends import arrays
 from eaglejax.interop.backends.torch_cpu import TorchCPU
 from eaglejax.interop.convert.tensors import cache_to_jax, cache_to_torch, to_jax, to_torch, tree_to_torch
 from eaglejax.interop.models.layers import packed_linear
-from eaglejax.nn.cache import init_cache
+from eaglejax.nn.kv import init_cache
 
 VALUES = np.asarray([[0.0, 1.5, -2.0, 96.0], [-0.25, 3.0, 0.5, -8.0]], np.float32)
 
@@ -94,10 +94,10 @@ def test_caches_cross_as_copies_and_narrow_formats_are_refused():
     cache = init_cache(layers=2, batch=1, capacity=4, kv_heads=1, head_dim=2, format="bfloat16")
     held = cache_to_torch(cache)
     held.k[0] += 1
-    assert float(jnp.abs(cache.k[0]).max()) == 0
+    assert float(jnp.abs(cache.layers[0].k).max()) == 0
     back = cache_to_jax(held)
-    assert back.k[0].dtype == jnp.bfloat16
-    assert float(back.k[0].min()) == 1
+    assert back.layers[0].k.dtype == jnp.bfloat16
+    assert float(back.layers[0].k.min()) == 1
     narrow = init_cache(layers=1, batch=1, capacity=4, kv_heads=1, head_dim=2, format="int8")
     with pytest.raises(ConfigError, match="PackedKV does not cross"):
         cache_to_torch(narrow)

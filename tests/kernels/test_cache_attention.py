@@ -11,8 +11,10 @@ import pytest
 from eaglejax import devices
 from eaglejax.devices import adapter as adapters
 from eaglejax.errors import ConfigError
-from eaglejax.nn.attention import attend, write_and_attend
-from eaglejax.nn.cache import KVCache, commit, init_cache, write
+from eaglejax.nn.attention import attend
+from eaglejax.nn.cache import Placement
+from eaglejax.nn.kv import KV, init_cache, write
+from eaglejax.nn.visible import Seen, Tree
 from kernels_pallas import cache_attention as kernels
 from kernels_pallas import foreign, native
 
@@ -73,13 +75,21 @@ def chosen(q, k, v, lengths, visible, positions, places, implementation, window=
         k,
         v,
         lengths,
-        visible,
+        Seen(visible),
         positions,
         slot_positions=places,
         scale=SCALE,
         window=window,
         implementation=implementation,
     )
+
+
+def write_and_attend(q, k, v, keys, values, lengths, visible, positions, slot_positions=None, **options):
+    """What a layer does: the result, and its keys and values with the new tokens."""
+    attention = options.pop("attention", None)
+    at = Placement(lengths, positions, Seen(visible), slot_positions, attention)
+    out, layer = KV(keys, values).attend(q, k, v, at, **options)
+    return out, layer.k, layer.v
 
 
 def call(arguments, k_scale=None, v_scale=None, *, window=None, softcap=None, out_dtype=jnp.float32):
@@ -158,7 +168,7 @@ def test_a_node_has_the_same_bits_in_a_tree_and_alone(dtype, options):
     k, v = (jnp.asarray(rng.normal(size=(2, nodes, HKV, D)), dtype) for _ in range(2))
     caches = [jnp.asarray(rng.normal(size=(2, HKV, S, D)), dtype) for _ in range(2)]
     lengths = jnp.asarray([length, 4])
-    step = jax.jit(functools.partial(write_and_attend, scale=SCALE, implementation="native", **options))
+    step = jax.jit(functools.partial(write_and_attend, scale=SCALE, attention=adapters.NATIVE, **options))
     visible = np.zeros((2, nodes, nodes), bool)
     for i, path in enumerate(paths):
         visible[:, i, path] = True
@@ -227,23 +237,22 @@ def test_writes_are_in_place_where_the_cache_is_given_away():
     """Rounds of a loop over a donated bfloat16 cache hold no copy of it."""
     rows, nodes, slots, dim = 8, 3, 512, 64
     cache = init_cache(layers=1, batch=rows, capacity=slots, kv_heads=2, head_dim=dim, format="bfloat16")
-    side = cache.k[0].nbytes
+    side = cache.layers[0].k.nbytes
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(cache, q):
         # A root with two children, of which the second is accepted, as the attention's result says.
-        visible = jnp.broadcast_to(jnp.asarray([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool), (rows, nodes, nodes))
+        visible = Tree(jnp.asarray([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool))
         depth = jnp.asarray([0, 1, 1])
 
         def body(carry):
             i, cache, q = carry
             new = jnp.stack([q[:, :, 0] * (n + 1) for n in range(2)], axis=2)
             at = cache.lengths[:, None] + depth
-            out, k, v = write_and_attend(
-                q, new, new, cache.k[0], cache.v[0], cache.lengths, visible, at, scale=0.1
-            )
+            out, layer = cache.layers[0].attend(q, new, new, Placement(cache.lengths, at, visible), scale=0.1)
+            cache = dataclasses.replace(cache, layers=(layer,))
             path = jnp.stack([jnp.zeros(rows, jnp.int32), 1 + (out[:, 0, 0, 0] > 0)], axis=1)
-            cache = commit(KVCache((k,), (v,), cache.lengths), path, jnp.ones(rows, jnp.int32))
+            cache = cache.commit(path, jnp.full((rows,), 2))
             return i + 1, cache, (out + jnp.arange(1, 1 + nodes)[:, None, None]).astype(q.dtype)
 
         return jax.lax.while_loop(lambda carry: carry[0] < 5, body, (0, cache, q))[1]
@@ -260,7 +269,7 @@ def test_writes_are_in_place_where_the_cache_is_given_away():
     assert compiled.memory_analysis().temp_size_in_bytes < 2.2 * side
     done = run(cache, q)
     np.testing.assert_array_equal(done.lengths, np.arange(rows) + 10)
-    k = np.asarray(done.k[0].astype(jnp.float32))
+    k = np.asarray(done.layers[0].k.astype(jnp.float32))
     for row in range(rows):
         kept = k[row, 0, row : row + 10, 0]
         # The first round wrote ones; the later ones what their nodes, the first and the third, had become.
@@ -291,7 +300,7 @@ def test_vmap_and_derivatives():
             positions,
             slot_positions=places,
             scale=SCALE,
-            implementation=implementation,
+            attention=devices.Attention(implementation),
         )
         return jnp.sum(jnp.sin(out)) + jnp.sum(keys * jnp.cos(k))
 
@@ -344,7 +353,17 @@ def test_what_the_adapter_chooses(choose_again, monkeypatch):
     with pytest.raises(
         ConfigError, match="'native' kernel, which takes head sizes of a multiple of 16, not 8"
     ):
-        attend(q, k, v, *rest[:3], slot_positions=rest[3], scale=1.0, implementation="native")
+        attend(
+            q,
+            k,
+            v,
+            rest[0],
+            Seen(rest[1]),
+            rest[2],
+            slot_positions=rest[3],
+            scale=1.0,
+            implementation="native",
+        )
     monkeypatch.setenv(native.LEVEL_VARIABLE, "avx2")
     devices.current.cache_clear()
     jax.clear_caches()  # the write's program, which does not know that its level has changed

@@ -25,6 +25,7 @@ from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.rope import RopeConfig
+from eaglejax.nn.visible import Causal
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Generation, Request
 
@@ -89,9 +90,8 @@ def full_forward(params: Any, config: ModelConfig, tokens: jax.Array) -> tuple[j
     """Logits [B, T, V] and the cache after one causal forward over ``tokens`` [B, T] from nothing."""
     batch, size = tokens.shape
     place = jnp.broadcast_to(jnp.arange(size), (batch, size))
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
     empty = decoder.init_cache(config, batch, size)
-    out = decoder.forward(params, config, tokens, place, empty, causal)
+    out = decoder.forward(params, config, tokens, place, empty, Causal())
     return decoder.unembed(params, config, out.hidden), out.cache
 
 

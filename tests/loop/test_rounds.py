@@ -88,11 +88,11 @@ def test_the_caches_are_donated() -> None:
     program = rounds.Program(target.config, case.proposer)
     params = rounds.Params(target.params, case.params(greedy_texts(prompts()), turn=1))
     state = start(program, params)
-    old = [*state.cache.k, *state.cache.v, *state.proposer.cache.k]
+    old = jax.tree.leaves((state.cache.layers, state.proposer.cache.layers))
     places = {x.unsafe_buffer_pointer() for x in old}
     state, _, _ = rounds.jit_run_rounds(program, params, state, jax.device_put(np.int32(2)), most=4)
     assert all(x.is_deleted() for x in old)
     # Rewritten in place rather than into new memory.
-    new = [*state.cache.k, *state.cache.v, *state.proposer.cache.k]
+    new = jax.tree.leaves((state.cache.layers, state.proposer.cache.layers))
     assert {x.unsafe_buffer_pointer() for x in new} == places
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))

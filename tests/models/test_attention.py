@@ -11,7 +11,8 @@ import pytest
 
 from eaglejax.errors import ConfigError
 from eaglejax.nn.attention import attend
-from eaglejax.nn.attention_implementations import visibility
+from eaglejax.nn.attention_xla import visibility
+from eaglejax.nn.visible import Causal, Seen
 
 B, N, M, HQ, HKV, D, S = 3, 4, 6, 4, 2, 8, 24
 SCALE = 0.3
@@ -54,7 +55,7 @@ def run(q, k, v, lengths, visible, positions, slot_positions, window, softcap):
             k,
             v,
             lengths,
-            visible,
+            Seen(visible),
             positions,
             slot_positions=slot_positions,
             scale=SCALE,
@@ -88,8 +89,7 @@ def test_a_window_of_w_shows_w_positions_self_included(cached):
     window, total = 5, 16
     n = total - cached
     lengths = jnp.array([cached])
-    causal = jnp.tril(jnp.ones((1, n, n), bool))
-    seen = visibility(lengths, causal, cached + jnp.arange(n)[None], total, window=window)
+    seen = visibility(lengths, Causal(), cached + jnp.arange(n)[None], jnp.arange(total)[None], window=window)
     for row, i in enumerate(range(cached, total)):
         want = [max(0, i - window + 1) <= s <= i for s in range(total)]
         assert seen[0, row].tolist() == want
@@ -99,10 +99,10 @@ def test_a_window_of_w_shows_w_positions_self_included(cached):
     ("change", "match"),
     [
         ({"implementation": "magic"}, "magic"),
-        ({"visible": np.ones((B, N, M), bool)}, "slot_positions"),
+        ({"visible": Seen(np.ones((B, N, M), bool))}, "slot_positions"),
         ({"q": np.ones((B, N, 3, D), np.float32)}, "3 query heads"),
         (
-            {"visible": np.ones((B, N, S + 1), bool), "slot_positions": np.ones((B, S + 1), np.int32)},
+            {"visible": Seen(np.ones((B, N, S + 1), bool)), "slot_positions": np.ones((B, S + 1), np.int32)},
             "do not fit",
         ),
     ],
@@ -114,7 +114,7 @@ def test_arguments_that_cannot_be_are_refused(change, match):
         "k": k,
         "v": v,
         "lengths": lengths,
-        "visible": visible,
+        "visible": Seen(visible),
         "positions": positions,
         "scale": SCALE,
     }

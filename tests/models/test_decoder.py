@@ -15,7 +15,8 @@ from eaglejax.drafts import tree as tree_lib
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
 from eaglejax.models.config import FINAL
-from eaglejax.nn.cache import advance
+from eaglejax.nn.kv import KV
+from eaglejax.nn.visible import Causal, Tree
 
 CAPACITY = 24
 
@@ -29,9 +30,7 @@ def forward(params, config, tokens, positions, cache, visible, aux=()):
 
 def causal(tokens, cache):
     """Arguments of a causal forward of ``tokens`` [B, N] on top of ``cache``."""
-    b, n = tokens.shape
-    visible = jnp.broadcast_to(jnp.tril(jnp.ones((n, n), bool)), (b, n, n))
-    return tokens, cache.lengths[:, None] + jnp.arange(n), cache, visible
+    return tokens, cache.lengths[:, None] + jnp.arange(tokens.shape[1]), cache, Causal()
 
 
 def prefilled(params, config, rows: int, length: int, dtype=jnp.float32):
@@ -40,7 +39,7 @@ def prefilled(params, config, rows: int, length: int, dtype=jnp.float32):
     )
     cache = decoder.init_cache(config, rows, CAPACITY, dtype)
     _, out = forward(params, config, *causal(tokens, cache))
-    return advance(out.cache, jnp.full((rows,), length))
+    return out.cache.advance(jnp.full((rows,), length))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.03)])
@@ -66,7 +65,7 @@ def test_a_tree_equals_each_of_its_paths_run_as_a_sequence(family):
     cache = prefilled(params, config, 2, 8)
     cache = cache.replace(lengths=jnp.array([8, 3]))
     parent = jnp.broadcast_to(jnp.array(shape.parent), (2, n))
-    visible = tree_lib.ancestors(parent, jnp.ones((2, n), bool), shape.depth)
+    visible = Tree(tree_lib.ancestors(parent, jnp.ones((2, n), bool), shape.depth))
     logits, _ = forward(params, config, tokens, cache.lengths[:, None] + depth, cache, visible)
     width = shape.depth + 1
     for node in range(n):
@@ -85,9 +84,8 @@ def test_stale_cache_slots_have_no_influence():
     tokens = np.array([[5, 6, 7], [8, 9, 10]], np.int32)
     clean, out = forward(params, config, *causal(tokens, cache))
     behind = (jnp.arange(CAPACITY) >= cache.lengths[:, None])[:, None, :, None]
-    poison = [jnp.where(behind, jnp.nan, x) for x in (*cache.k, *cache.v)]
-    half = config.num_layers
-    dirty = cache.replace(k=tuple(poison[:half]), v=tuple(poison[half:]))
+    dirty = cache.replace(layers=jax.tree.map(lambda x: jnp.where(behind, jnp.nan, x), cache.layers))
+    assert all(isinstance(layer, KV) for layer in dirty.layers)
     poisoned, _ = forward(params, config, *causal(tokens, dirty))
     np.testing.assert_array_equal(clean, poisoned)
     assert out.cache.lengths.tolist() == [6, 2]
@@ -100,9 +98,9 @@ def test_a_donated_step_writes_its_cache_in_place():
         lambda params, cache, tokens: decoder.forward(params, config, *causal(tokens, cache)).cache,
         donate_argnums=1,
     )
-    before = [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)]
+    before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache.layers)]
     after = step(params, cache, jnp.ones((2, 3), jnp.int32))
-    assert [x.unsafe_buffer_pointer() for x in (*after.k, *after.v)] == before
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(after.layers)] == before
 
 
 def test_bf16_stays_near_f32():
@@ -113,7 +111,7 @@ def test_bf16_stays_near_f32():
     cache = decoder.init_cache(config, 1, CAPACITY, jnp.bfloat16)
     got, out = forward(half, config, *causal(tokens, cache))
     assert got.dtype == jnp.float32
-    assert out.hidden.dtype == out.cache.k[0].dtype == jnp.bfloat16
+    assert out.hidden.dtype == out.cache.layers[0].k.dtype == jnp.bfloat16
     assert np.max(np.abs(got - full)) < 0.1 * np.max(np.abs(full))
 
 
@@ -152,8 +150,9 @@ def test_boundaries_that_do_not_exist_are_refused(aux):
 def test_shapes_that_do_not_fit_are_refused():
     _, config, params = hf_export.build("llama2")
     cache = decoder.init_cache(config, 1, 4)
-    tokens, positions, cache, visible = causal(np.ones((1, 3), np.int32), cache)
-    with pytest.raises(ConfigError, match="visible"):
-        decoder.forward(params, config, tokens, positions, cache, visible[:, :2])
+    tokens, positions, cache, _ = causal(np.ones((1, 3), np.int32), cache)
+    for shape in ((1, 2, 3), (1, 3, 4), (2, 3, 3)):
+        with pytest.raises(ConfigError, match="visible"):
+            decoder.forward(params, config, tokens, positions, cache, Tree(jnp.ones(shape, bool)))
     with pytest.raises(ConfigError, match="4 slots"):
         decoder.forward(params, config, *causal(np.ones((1, 5), np.int32), cache))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eaglejax.models import decoder
-from eaglejax.nn.cache import advance
+from eaglejax.nn.visible import Causal
 
 LENGTHS = (12, 7, 10)
 ROWS, WIDTH, CAPACITY = len(LENGTHS), max(LENGTHS), 16
@@ -25,10 +25,9 @@ def relative(got, want) -> float:
 def step(params, config, tokens, cache, aux=()):
     """Causal forward of new tokens: (logits, aux, cache with the tokens written)."""
     n = tokens.shape[1]
-    visible = jnp.broadcast_to(jnp.tril(jnp.ones((n, n), bool)), (tokens.shape[0], n, n))
     positions = cache.lengths[:, None] + jnp.arange(n)
     with jax.default_matmul_precision("highest"):
-        out = decoder.forward(params, config, tokens, positions, cache, visible, aux=aux)
+        out = decoder.forward(params, config, tokens, positions, cache, Causal(), aux=aux)
         return decoder.unembed(params, config, out.hidden), out.aux, out.cache
 
 
@@ -69,7 +68,7 @@ def test_cached_decoding_by_chunk_then_token_by_token(name):
         logits, _, cache = step(params, config, np.take_along_axis(tokens, at, 1), cache)
         for b, c in enumerate(count):
             got[b].extend(np.asarray(logits[b, :c]))
-        return advance(cache, jnp.asarray(count, jnp.int32))
+        return cache.advance(jnp.asarray(count, jnp.int32))
 
     cache = feed(cache, 4, (4, 2, 3))
     cache = feed(cache, 4, (4, 1, 0))

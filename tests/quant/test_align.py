@@ -25,6 +25,7 @@ from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.errors import CheckpointError, ConfigError, MismatchError
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
+from eaglejax.nn.visible import Causal
 from eaglejax.rotation.basis import Basis
 from eaglejax.rotation.recover import recover_basis, recover_rotation
 from eaglejax.rotation.rotate import Rotation, rotate_target
@@ -52,10 +53,9 @@ def rotated(tie: bool = False, kind: str = "random") -> Target:
 
 def features(target: Target, aux: tuple[int, ...]) -> jax.Array:
     b, n = TOKENS.shape
-    visible = jnp.broadcast_to(jnp.tril(jnp.ones((n, n), bool)), (b, n, n))
     place = jnp.broadcast_to(jnp.arange(n), (b, n))
     cache = decoder.init_cache(target.config, b, n)
-    out = decoder.forward(target.params, target.config, jnp.asarray(TOKENS), place, cache, visible, aux=aux)
+    out = decoder.forward(target.params, target.config, jnp.asarray(TOKENS), place, cache, Causal(), aux=aux)
     return out.aux if aux else out.hidden[:, :, None]
 
 

@@ -20,9 +20,11 @@ from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
 from eaglejax.nn import attention as attention_module
 from eaglejax.nn import attention_implementations, kv_codec
-from eaglejax.nn.attention import attend, write_and_attend
-from eaglejax.nn.cache import CacheScales, KVCache, commit, init_cache, write
+from eaglejax.nn.attention import attend
+from eaglejax.nn.cache import Cache, CacheScales, Placement
+from eaglejax.nn.kv import KV, init_cache, write
 from eaglejax.nn.kv_format import FORMATS, KVFormat
+from eaglejax.nn.visible import Causal, Tree
 
 NARROW = [name for name in FORMATS if not KVFormat(name).plain]
 SOME = ["int8", "int8-static", "turbo4"]
@@ -35,7 +37,7 @@ OPTIONS = {"scale": 0.4, "window": 9, "softcap": 20.0}
 KERNEL = Attention("pallas", "tpu", interpret=True)
 
 
-def filled(name: str, seed: int = 0, dim: int = D) -> tuple[KVCache, dict[str, np.ndarray]]:
+def filled(name: str, seed: int = 0, dim: int = D) -> tuple[Cache, dict[str, np.ndarray]]:
     """One layer with random rows of ``LENGTHS`` tokens, and q, k, v [B, 17, heads, d] of tokens to come."""
     rng = np.random.default_rng(seed)
     scales = None
@@ -45,11 +47,8 @@ def filled(name: str, seed: int = 0, dim: int = D) -> tuple[KVCache, dict[str, n
     cache = init_cache(layers=1, batch=B, capacity=S, kv_heads=HKV, head_dim=dim, format=name, scales=scales)
     old = rng.standard_normal((2, B, HKV, LENGTHS.max(), dim)).astype(np.float32)
     zeros = jnp.zeros(B, jnp.int32)
-    cache = KVCache(
-        k=(write(cache.k[0], jnp.asarray(old[0]), zeros),),
-        v=(write(cache.v[0], jnp.asarray(old[1]), zeros),),
-        lengths=jnp.asarray(LENGTHS),
-    )
+    layer = cache.layers[0].write(*map(jnp.asarray, old), zeros)
+    cache = Cache((layer,), lengths=jnp.asarray(LENGTHS))
     new = {
         "q": rng.standard_normal((B, NEW, HQ, dim)).astype(np.float32),
         "k": rng.standard_normal((B, NEW, HKV, dim)).astype(np.float32),
@@ -64,21 +63,20 @@ def test_every_width_sees_what_decoding_one_by_one_sees(name: str) -> None:
     codes, and the same results."""
 
     @jax.jit
-    def chains(cache: KVCache, new: dict[str, jax.Array]) -> list[tuple[jax.Array, Any, Any]]:
+    def chains(cache: Cache, new: dict[str, jax.Array]) -> list[tuple[jax.Array, Any, Any]]:
         out = []
         for n in WIDTHS:
-            causal = jnp.broadcast_to(jnp.tril(jnp.ones((n, n), bool)), (B, n, n))
 
-            def step(stored: Any, start: jax.Array, n: int = n, causal: jax.Array = causal) -> Any:
+            def step(layer: KV, start: jax.Array, n: int = n) -> Any:
                 lengths = cache.lengths + start
                 part = [jax.lax.dynamic_slice_in_dim(new[x], start, n, axis=1) for x in "qkv"]
                 positions = lengths[:, None] + jnp.arange(n)
-                result, k, v = write_and_attend(*part, *stored, lengths, causal, positions, **OPTIONS)
-                return (k, v), result
+                result, layer = layer.attend(*part, Placement(lengths, positions, Causal()), **OPTIONS)
+                return layer, result
 
             starts = jnp.arange(0, NEW - NEW % n, n)
-            (k, v), parts = jax.lax.scan(step, (cache.k[0], cache.v[0]), starts)
-            out.append((parts.transpose(1, 0, 2, 3, 4).reshape(B, -1, HQ, D), k, v))
+            layer, parts = jax.lax.scan(step, cache.layers[0], starts)
+            out.append((parts.transpose(1, 0, 2, 3, 4).reshape(B, -1, HQ, D), layer.k, layer.v))
         return out
 
     sequential, *wider = chains(*filled(name))
@@ -94,7 +92,7 @@ def test_every_width_sees_what_decoding_one_by_one_sees(name: str) -> None:
                 )
 
 
-def tree_case(name: str, dim: int = D) -> tuple[dict[str, Any], KVCache]:
+def tree_case(name: str, dim: int = D) -> tuple[dict[str, Any], Cache]:
     """Arguments of ``attend`` for a tree of five nodes behind ``LENGTHS``."""
     cache, new = filled(name, dim=dim)
     parents, n = (0, 0, 0, 1, 3), 5
@@ -105,10 +103,10 @@ def tree_case(name: str, dim: int = D) -> tuple[dict[str, Any], KVCache]:
     depth = np.asarray([0, 1, 1, 2, 3])
     return {
         "q": new["q"][:, :n],
-        "k": write(cache.k[0], jnp.asarray(k), cache.lengths),
-        "v": write(cache.v[0], jnp.asarray(v), cache.lengths),
+        "k": write(cache.layers[0].k, jnp.asarray(k), cache.lengths),
+        "v": write(cache.layers[0].v, jnp.asarray(v), cache.lengths),
         "lengths": cache.lengths,
-        "visible": jnp.broadcast_to(jnp.asarray(sees), (B, n, n)),
+        "visible": Tree(jnp.asarray(sees)[None]),
         "positions": cache.lengths[:, None] + depth,
     }, cache
 
@@ -179,10 +177,10 @@ def test_a_committed_path_takes_its_scales_along(name: str) -> None:
     case, cache = tree_case(name)
     path = np.asarray([[0, 1, 3, 4], [0, 2, 2, 2]], np.int32)
     accepted = np.asarray([3, 1], np.int32)
-    tree = dataclasses.replace(cache, k=(case["k"],), v=(case["v"],))
-    kept = jax.jit(commit)(tree, path, accepted)
+    tree = dataclasses.replace(cache, layers=(KV(case["k"], case["v"]),))
+    kept = jax.jit(Cache.commit)(tree, path, accepted + 1)
     assert kept.lengths.tolist() == (LENGTHS + accepted + 1).tolist()
-    for before, after in ((case["k"], kept.k[0]), (case["v"], kept.v[0])):
+    for before, after in ((case["k"], kept.layers[0].k), (case["v"], kept.layers[0].v)):
         old, new = np.asarray(kv_codec.decode(before)), np.asarray(kv_codec.decode(after))
         for b, length in enumerate(LENGTHS):
             np.testing.assert_array_equal(new[b, :, :length], old[b, :, :length])
@@ -200,15 +198,14 @@ def test_what_all_keys_share_is_left_out_and_attention_does_not_notice(name: str
     x = rng.standard_normal((2, B, HKV, S, D)).astype(np.float32)
     x[0] += 30 * rng.standard_normal((B, HKV, 1, D))
     cache = init_cache(layers=1, batch=B, capacity=S, kv_heads=HKV, head_dim=D, format=name, centred=True)
-    (k,), (v,) = cache.k, cache.v
+    k, v = cache.layers[0].k, cache.layers[0].v
     assert v.centre is None
     lengths = jnp.zeros(B, jnp.int32)
 
     @jax.jit
     def attended(k: Any, v: Any) -> jax.Array:
         at = jnp.full((B,), S - 2)
-        visible = jnp.broadcast_to(jnp.tril(jnp.ones((2, 2), bool)), (B, 2, 2))
-        return attend(q, k, v, at, visible, at[:, None] + jnp.arange(2), scale=0.3)
+        return attend(q, k, v, at, Causal(), at[:, None] + jnp.arange(2), scale=0.3)
 
     grow = jax.jit(write)
     for part in range(0, S, 8):
@@ -227,7 +224,7 @@ def test_what_all_keys_share_is_left_out_and_attention_does_not_notice(name: str
 def test_scores_under_a_softcap_would_notice() -> None:
     for softcap, centred in ((None, True), (20.0, False)):
         config = tiny_config(attention_softcap=softcap)
-        keys = decoder.init_cache(config, 1, 8, "int8").k[0]
+        keys = decoder.init_cache(config, 1, 8, "int8").layers[0].k
         assert (keys.centre is not None) == centred
         assert (memory.cache_row_bytes(config, "int8") > 0) == centred
 
@@ -239,7 +236,7 @@ def test_counted_bytes_are_the_arrays(name: str, dim: int) -> None:
     shape = jax.ShapeDtypeStruct((config.num_kv_heads, dim), jnp.float32)
     scales = CacheScales(k=(shape,) * 2, v=(shape,) * 2) if KVFormat(name).static else None
     cache = jax.eval_shape(lambda s: decoder.init_cache(config, 3, slots, name, s), scales)
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
     counted = 3 * (slots * memory.cache_bytes_per_token(config, name) + memory.cache_row_bytes(config, name))
     assert held == counted + memory.cache_scale_bytes(config, name)
 

@@ -38,8 +38,9 @@ from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
 from eaglejax.nn import kv_codec
-from eaglejax.nn.cache import CacheScales, KVCache, commit
+from eaglejax.nn.cache import Cache, CacheScales
 from eaglejax.nn.kv_format import FORMATS, KVFormat
+from eaglejax.nn.visible import Causal, Tree
 from eaglejax.quant.kv import calibrate_cache
 from eaglejax.speculate import rounds
 
@@ -47,13 +48,12 @@ from eaglejax.speculate import rounds
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def full_forward(
     params: Any, config: Any, tokens: jax.Array, form: str, scales: CacheScales | None
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, Cache]:
     """Logits [B, T, V] and the cache after one causal forward over ``tokens`` [B, T] from nothing."""
     batch, size = tokens.shape
     place = jnp.broadcast_to(jnp.arange(size), (batch, size))
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
     empty = decoder.init_cache(config, batch, size, form, scales)
-    out = decoder.forward(params, config, tokens, place, empty, causal)
+    out = decoder.forward(params, config, tokens, place, empty, Causal())
     return decoder.unembed(params, config, out.hidden), out.cache
 
 
@@ -106,10 +106,14 @@ def start(
     return state
 
 
-def assert_cache_is(cache: KVCache, lengths: np.ndarray, reference: KVCache) -> None:
+def sides(cache: Cache) -> list[kv_codec.Stored]:
+    return [side for layer in cache.layers for side in (layer.k, layer.v)]
+
+
+def assert_cache_is(cache: Cache, lengths: np.ndarray, reference: Cache) -> None:
     """Every committed slot stands for the same numbers. A code may be the neighbour where rounding decides,
     which few numbers show."""
-    for cached, fresh in zip((*cache.k, *cache.v), (*reference.k, *reference.v), strict=True):
+    for cached, fresh in zip(sides(cache), sides(reference), strict=True):
         got, want = kv_codec.decode(cached), kv_codec.decode(fresh)
         for row, length in enumerate(lengths):
             a, b = np.asarray(got[row, :, :length]), np.asarray(want[row, :, :length])
@@ -195,8 +199,8 @@ def test_an_eagle_draft_keeps_its_own_cache_in_any_format() -> None:
         eagle_model.init_eagle(config, jax.random.key(0)), embed=jnp.ones((32, 16)), head=jnp.ones((16, 32))
     )
     state = Eagle(config, chain(2), cache_dtype="iso3").init(params, batch=2, capacity=16)
-    assert state.cache.k[0].format == KVFormat("iso3")
-    assert state.cache.k[0].codes.shape == (2, 1, 17, 3)
+    assert state.cache.layers[0].k.format == KVFormat("iso3")
+    assert state.cache.layers[0].k.codes.shape == (2, 1, 17, 3)
     with pytest.raises(ConfigError, match="draft's cache cannot be 'int8-static'"):
         Eagle(config, chain(2), cache_dtype="int8-static")
     with pytest.raises(ConfigError, match="draft's cache cannot be 'int8-static'"):
@@ -207,9 +211,10 @@ def test_calibrated_scales_cut_nothing_of_their_prompts_and_outlive_a_donated_ca
     target = tiny_target()
     scales = calibrate_cache(target, prompts(), width=5)
     exact = full_forward(target.params, target.config, pad(prompts()), "float32", None)[1]
-    for side, stored in (("k", exact.k), ("v", exact.v)):
-        for found, layer in zip(getattr(scales, side), stored, strict=True):
-            top = np.max([np.abs(layer[r, :, : len(p)]).max(1) for r, p in enumerate(prompts())], axis=0)
+    for side in ("k", "v"):
+        for found, layer in zip(getattr(scales, side), exact.layers, strict=True):
+            stored = getattr(layer, side)
+            top = np.max([np.abs(stored[r, :, : len(p)]).max(1) for r, p in enumerate(prompts())], axis=0)
             np.testing.assert_allclose(found, top / 127, rtol=1e-4)
     make = jax.jit(lambda s: decoder.init_cache(target.config, 1, 16, "int8-static", s))
     cache = make(scales)
@@ -254,11 +259,10 @@ def test_a_broken_draft_reaches_neither_its_siblings_nor_the_rest_of_the_text(
     def run(config: Any, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         cache = decoder.init_cache(config, 2, 16, form)
         out = decoder.forward(
-            params, config, tokens, jnp.asarray([[0, 1, 1, 2, 2]] * 2), cache, sees[None].repeat(2, 0)
+            params, config, tokens, jnp.asarray([[0, 1, 1, 2, 2]] * 2), cache, Tree(sees[None])
         )
-        kept = commit(out.cache, jnp.asarray([[0, 1, 3]] * 2), jnp.asarray([2, 2]))
-        one = jnp.ones((2, 1, 1), bool)
-        after = decoder.forward(params, config, jnp.full((2, 1), 3), kept.lengths[:, None], kept, one)
+        kept = out.cache.commit(jnp.asarray([[0, 1, 3]] * 2), jnp.asarray([3, 3]))
+        after = decoder.forward(params, config, jnp.full((2, 1), 3), kept.lengths[:, None], kept, Causal())
         return out.hidden, after.hidden
 
     mixed, after = run(broken.config, broken.params, tokens)

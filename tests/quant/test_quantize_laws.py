@@ -16,6 +16,7 @@ import eaglejax as ej
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
 from eaglejax.nn.moe import MoeConfig
+from eaglejax.nn.visible import Causal
 from eaglejax.quant import Plan, calibrate, get_scheme, quantize_target
 
 SCHEMES = {
@@ -86,8 +87,7 @@ def test_every_scheme_with_every_kind_of_proposer(name: str, proposer: str) -> N
 def step(params: Any, config: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     """Logits [1, N, V] of N more tokens, and the cache that holds them."""
     n = tokens.shape[1]
-    visible = jnp.tril(jnp.ones((1, n, n), bool))
-    out = decoder.forward(params, config, tokens, cache.lengths[:, None] + jnp.arange(n), cache, visible)
+    out = decoder.forward(params, config, tokens, cache.lengths[:, None] + jnp.arange(n), cache, Causal())
     grown = dataclasses.replace(out.cache, lengths=cache.lengths + n)
     return decoder.unembed(params, config, out.hidden), grown
 

@@ -16,6 +16,7 @@ from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
+from eaglejax.nn.visible import Causal
 from eaglejax.quant.online import HadamardInput
 from eaglejax.rotation.rotate import Rotation, product, rotate_target
 
@@ -32,13 +33,12 @@ def target(name: str) -> Target:
 def whole(params, config):
     """Logits, every boundary, post-norm state and the keys of layer 0 of one causal forward over TOKENS."""
     b, n = TOKENS.shape
-    visible = jnp.broadcast_to(jnp.tril(jnp.ones((n, n), bool)), (b, n, n))
     place = jnp.broadcast_to(jnp.arange(n), (b, n))
     with jax.default_matmul_precision("highest"):
         cache = decoder.init_cache(config, b, n)
         aux = tuple(range(config.num_layers + 1))
-        out = decoder.forward(params, config, jnp.asarray(TOKENS), place, cache, visible, aux=aux)
-        return decoder.unembed(params, config, out.hidden), out.aux, out.hidden, out.cache.k[0]
+        out = decoder.forward(params, config, jnp.asarray(TOKENS), place, cache, Causal(), aux=aux)
+        return decoder.unembed(params, config, out.hidden), out.aux, out.hidden, out.cache.layers[0].k
 
 
 def run(t: Target):

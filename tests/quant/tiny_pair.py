@@ -23,6 +23,7 @@ from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.measure.quality import Texts
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
+from eaglejax.nn.visible import Causal
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
 
@@ -83,9 +84,8 @@ def features(which: Target, tokens: np.ndarray, aux: tuple[int, ...]) -> jax.Arr
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def _features(params: Any, config: Any, tokens: jax.Array, aux: tuple[int, ...]) -> jax.Array:
     b, n = tokens.shape
-    visible = jnp.broadcast_to(jnp.tril(jnp.ones((n, n), bool)), (b, n, n))
     place = jnp.broadcast_to(jnp.arange(n), (b, n))
-    out = decoder.forward(params, config, tokens, place, decoder.init_cache(config, b, n), visible, aux=aux)
+    out = decoder.forward(params, config, tokens, place, decoder.init_cache(config, b, n), Causal(), aux=aux)
     return out.aux if aux else out.hidden[:, :, None]
 
 

@@ -10,7 +10,7 @@ from train_tools import EXPERTS, draft_config, packed
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.model import EagleParams, init_eagle
 from eaglejax.drafts.eagle.unroll import unroll
-from eaglejax.nn.cache import advance
+from eaglejax.nn.visible import Causal, Tree
 from eaglejax.train.batch import shift
 
 STEPS = 4
@@ -49,13 +49,12 @@ def cached_chain(params, config, tokens, aux, root):
     """States of the drafts behind token ``root`` with a cache, one token at a time, the data's tokens fed."""
     cache = eagle_model.init_cache(config, 1, 32, jnp.float32)
     feature = eagle_model.fuse(params, config, aux)
-    one = jnp.ones((1, 1, 1), bool)
     for t in range(root + 1):
         at = jnp.asarray([[t]])
         state, cache = eagle_model.step(
-            params, config, feature[:, t : t + 1], tokens[:, t + 1 : t + 2], at, cache, one, at
+            params, config, feature[:, t : t + 1], tokens[:, t + 1 : t + 2], at, cache, Causal(), at
         )
-        cache = advance(cache, jnp.ones((1,), jnp.int32))
+        cache = cache.advance(jnp.ones((1,), jnp.int32))
     yield state[0, 0]
     for k in range(1, STEPS):
         written = jnp.arange(root + 1, root + k + 1)[None]
@@ -66,7 +65,7 @@ def cached_chain(params, config, tokens, aux, root):
             tokens[:, root + k + 1 : root + k + 2],
             written[:, -1:],
             cache,
-            jnp.ones((1, 1, k), bool),
+            Tree(jnp.ones((1, 1, k), bool)),
             written,
         )
         yield state[0, 0]

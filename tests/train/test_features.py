@@ -12,6 +12,7 @@ from train_tools import leaves_equal
 
 from eaglejax.errors import CheckpointError, MismatchError
 from eaglejax.models import decoder
+from eaglejax.nn.visible import Causal
 from eaglejax.train import feature_cache
 from eaglejax.train.evaluate import HeldOut
 from eaglejax.train.feature_cache import FeatureCache, write_features
@@ -49,7 +50,7 @@ def test_packed_features_are_those_of_each_document_alone(target):
         ids,
         positions,
         decoder.init_cache(target.config, 1, 7),
-        jnp.tril(jnp.ones((1, 7, 7), bool)),
+        Causal(),
         aux=AUX,
     )
     logits = decoder.unembed(target.params, target.config, out.hidden)

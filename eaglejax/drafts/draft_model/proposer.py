@@ -18,8 +18,9 @@ from eaglejax.drafts.base import Draft, Observation, Proposal
 from eaglejax.drafts.static import OnChain, chain_draft, require_positive
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
-from eaglejax.nn.cache import KVCache, advance
+from eaglejax.nn.cache import Cache, rewind
 from eaglejax.nn.kv_format import KVFormat, uncalibrated_format
+from eaglejax.nn.visible import Causal
 from eaglejax.sampling import RowSampling
 
 
@@ -27,7 +28,7 @@ from eaglejax.sampling import RowSampling
 class DraftModelState:
     """The small model's cache. ``ahead``: behind its lengths stands the chain that has just been proposed."""
 
-    cache: KVCache
+    cache: Cache
     ahead: bool = pytree.static(default=False)
 
 
@@ -63,12 +64,10 @@ class DraftModel(OnChain):
     def observe(self, params: Any, state: DraftModelState, seen: Observation) -> DraftModelState:
         """Run the small model over a prompt chunk, or keep what it has run over of its own chain."""
         if state.ahead:
-            return DraftModelState(advance(state.cache, seen.count))
+            return DraftModelState(state.cache.advance(seen.count))
         steps = jnp.arange(seen.tokens.shape[1])
-        real = steps < seen.count[:, None]
-        visible = (steps[None, :] <= steps[:, None]) & real[:, None, :] | jnp.eye(steps.shape[0], dtype=bool)
-        _, cache = self._forward(params, state.cache, seen.tokens, seen.start[:, None] + steps, visible)
-        return DraftModelState(advance(cache, seen.count))
+        _, cache = self._forward(params, state.cache, seen.tokens, seen.start[:, None] + steps)
+        return DraftModelState(cache.advance(seen.count))
 
     def propose(
         self,
@@ -81,16 +80,15 @@ class DraftModel(OnChain):
     ) -> tuple[Draft, DraftModelState]:
         """Decode ``length`` tokens; ``q`` of the last node is zero, it has no children."""
         batch, target_vocab = root.shape[0], self.vocab_size or self.config.vocab_size
-        alone = jnp.ones((batch, 1, 1), bool)
         tokens = jnp.zeros((batch, self.nodes), jnp.int32).at[:, 0].set(root)
         q = jnp.zeros((batch, self.nodes, target_vocab), jnp.float32) if rows.sampled else None
 
         def step(
-            i: jax.Array, carry: tuple[KVCache, jax.Array, jax.Array, jax.Array | None]
-        ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array | None]:
+            i: jax.Array, carry: tuple[Cache, jax.Array, jax.Array, jax.Array | None]
+        ) -> tuple[Cache, jax.Array, jax.Array, jax.Array | None]:
             cache, tokens, count, q = carry
             here = jax.lax.dynamic_slice_in_dim(tokens, i, 1, axis=1)
-            hidden, cache = self._forward(params, cache, here, lengths[:, None] + i, alone)
+            hidden, cache = self._forward(params, cache, here, lengths[:, None] + i)
             logits = _fit(decoder.unembed(params, self.config, hidden), target_vocab)
             ancestors = jnp.broadcast_to(jnp.arange(self.nodes) <= i, (batch, 1, self.nodes))
             processed = sampling.process(logits, rows, tokens, ancestors)
@@ -105,21 +103,21 @@ class DraftModel(OnChain):
                 q = jax.lax.dynamic_update_slice_in_dim(q, law[:, None], i, axis=1)
             guess = jnp.where(sound, guess, root)
             tokens = jax.lax.dynamic_update_slice_in_dim(tokens, guess[:, None], i + 1, axis=1)
-            return advance(cache, jnp.ones_like(lengths)), tokens, count + sound, q
+            return cache.advance(jnp.ones_like(lengths)), tokens, count + sound, q
 
         carry = (state.cache, tokens, jnp.zeros_like(lengths), q)
         cache, tokens, count, q = jax.lax.fori_loop(0, self.length, step, carry)
         last = tokens[:, self.length :]
-        _, cache = self._forward(params, cache, last, lengths[:, None] + self.length, alone)
+        _, cache = self._forward(params, cache, last, lengths[:, None] + self.length)
         draft = chain_draft(root, tokens[:, 1:], count, Proposal(q=q))
-        return draft, DraftModelState(dataclasses.replace(cache, lengths=state.cache.lengths), ahead=True)
+        return draft, DraftModelState(rewind(cache, state.cache.lengths), ahead=True)
 
     def _forward(
-        self, params: Any, cache: KVCache, tokens: jax.Array, positions: jax.Array, visible: jax.Array
-    ) -> tuple[jax.Array, KVCache]:
+        self, params: Any, cache: Cache, tokens: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, Cache]:
         # The target may emit an id that the draft's smaller table lacks; any row of it will do for a guess.
         tokens = jnp.minimum(tokens, self.config.vocab_size - 1)
-        out = decoder.forward(params, self.config, tokens, positions, cache, visible)
+        out = decoder.forward(params, self.config, tokens, positions, cache, Causal())
         return out.hidden, out.cache
 
 

@@ -31,13 +31,14 @@ import jax.numpy as jnp
 from eaglejax import pytree
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.features import FeatureAdapter
-from eaglejax.nn import cache as kv
-from eaglejax.nn.attention import write_and_attend
+from eaglejax.nn import kv
+from eaglejax.nn.cache import Cache, Placement
 from eaglejax.nn.linear import PackedWeight, embedding, linear
 from eaglejax.nn.mlp import gated_mlp
 from eaglejax.nn.moe import moe_mlp, router_logits
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import rotate, rotation
+from eaglejax.nn.visible import Visible
 from eaglejax.pytree import ArrayInfo, constant
 from eaglejax.tap import scope, tap
 
@@ -161,7 +162,7 @@ def dtype_of(weights: Weights) -> Any:
     return weights["layers"][0]["o"].dtype
 
 
-def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> kv.KVCache:
+def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> Cache:
     """An empty key/value cache of the draft's own layers, in a format that needs no calibration."""
     return kv.init_cache(
         layers=config.num_layers,
@@ -298,37 +299,27 @@ def step(
     feature: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
-    cache: kv.KVCache,
-    visible: jax.Array,
+    cache: Cache,
+    visible: Visible,
     slot_positions: jax.Array,
-) -> tuple[jax.Array, kv.KVCache]:
+) -> tuple[jax.Array, Cache]:
     """``backbone`` over a cache: (states [B, N, H], cache with the N pairs' keys and values; lengths
     unmoved).
 
-    ``visible`` [B, N, M] and ``slot_positions`` [B, M] cover the M slots behind the committed prefix: M - N
+    ``visible`` and ``slot_positions`` [B, M] cover the M slots behind the committed prefix: M - N
     that earlier steps of this round wrote, then these N. The caller guarantees ``cache.lengths + M <=
     capacity``.
     """
     tap("feature", feature)
-    keys, values = list(cache.k), list(cache.v)
+    layers = list(cache.layers)
+    at = Placement(cache.lengths, positions, visible, slot_positions, config.attention)
 
     def attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out, keys[layer], values[layer] = write_and_attend(
-            q,
-            k,
-            v,
-            keys[layer],
-            values[layer],
-            cache.lengths,
-            visible,
-            positions,
-            slot_positions=slot_positions,
-            scale=config.head_dim**-0.5,
-            window=config.window(layer),
-            implementation=config.attention,
+        out, layers[layer] = layers[layer].attend(
+            q, k, v, at, scale=config.head_dim**-0.5, window=config.window(layer)
         )
         return out
 
     state = backbone(params, config, feature, tokens, positions, attention)
     tap("state", state)
-    return state, dataclasses.replace(cache, k=tuple(keys), v=tuple(values))
+    return state, dataclasses.replace(cache, layers=tuple(layers))

@@ -27,8 +27,9 @@ from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.static import static_draft
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError
-from eaglejax.nn.cache import KVCache, advance
+from eaglejax.nn.cache import Cache
 from eaglejax.nn.kv_format import KVFormat, uncalibrated_format
+from eaglejax.nn.visible import Causal, Tree
 from eaglejax.sampling import RowSampling
 from eaglejax.tap import scope
 
@@ -38,7 +39,7 @@ class EagleState:
     """``cache``: keys and values of the observed pairs; ``feature`` [B, H]: the state of each row's last
     pair."""
 
-    cache: KVCache
+    cache: Cache
     feature: jax.Array
 
 
@@ -135,14 +136,13 @@ class Eagle(Proposer):
         # Padding stands behind the length and is masked, but a NaN there would survive a product with zero.
         feature = jnp.where(real[:, :, None], feature, 0)
         positions = state.cache.lengths[:, None] + steps
-        visible = jnp.broadcast_to(steps[None, :] <= steps[:, None], (real.shape[0], m, m))
         out, cache = eagle_model.step(
-            params, self.config, feature, seen.following, positions, state.cache, visible, positions
+            params, self.config, feature, seen.following, positions, state.cache, Causal(), positions
         )
         last = jnp.maximum(seen.count - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(out, last, axis=1)[:, 0]
         return EagleState(
-            cache=advance(cache, seen.count),
+            cache=cache.advance(seen.count),
             feature=jnp.where(seen.count[:, None] > 0, newest, state.feature),
         )
 
@@ -166,7 +166,7 @@ class Eagle(Proposer):
     def _target_ids(self, params: EagleParams, tokens: jax.Array) -> jax.Array:
         return tokens if params.ids is None else jnp.take(params.ids, tokens)
 
-    def _dynamic(self, params: EagleParams, state: EagleState, root: jax.Array) -> tuple[Draft, KVCache]:
+    def _dynamic(self, params: EagleParams, state: EagleState, root: jax.Array) -> tuple[Draft, Cache]:
         tree, config = self.tree, self.config
         assert isinstance(tree, DynamicTree)
         k, batch = tree.branching, root.shape[0]
@@ -219,7 +219,7 @@ class Eagle(Proposer):
 
     def _static(
         self, params: EagleParams, state: EagleState, root: jax.Array, rows: RowSampling, keys: jax.Array
-    ) -> tuple[Draft, KVCache]:
+    ) -> tuple[Draft, Cache]:
         tree, config = self.tree, self.config
         assert isinstance(tree, StaticTree)
         batch, n = root.shape[0], tree.nodes
@@ -311,13 +311,13 @@ class _Grower:
         slot_positions = jnp.concatenate(self._slots, axis=1)
         feature = self._params.adapter.from_draft(feature)
 
-        def forward(cache: KVCache) -> tuple[jax.Array, jax.Array, KVCache]:
+        def forward(cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
             out, cache = eagle_model.step(
-                self._params, config, feature, tokens, positions, cache, seen, slot_positions
+                self._params, config, feature, tokens, positions, cache, Tree(seen), slot_positions
             )
             return out, eagle_model.logits(self._params, config, out), cache
 
-        def skip(cache: KVCache) -> tuple[jax.Array, jax.Array, KVCache]:
+        def skip(cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
             shape = (*tokens.shape, config.draft_vocab_size)
             return feature, jnp.full(shape, jnp.nan, jnp.float32), cache
 

@@ -27,7 +27,8 @@ from eaglejax.interop.backends.arrays import (
 )
 from eaglejax.interop.backends.torch_import import torch
 from eaglejax.interop.models.decoder import Cache
-from eaglejax.nn.cache import KVCache
+from eaglejax.nn import cache as caches
+from eaglejax.nn.kv import KV
 from eaglejax.nn.linear import PackedWeight
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.online import HadamardInput
@@ -126,7 +127,7 @@ def hadamard_base(size: int) -> torch.Tensor:
     return torch.from_numpy(hadamard_matrix(base).astype(np.float32))
 
 
-def cache_to_torch(cache: KVCache, device: str | torch.device = "cpu") -> Cache:
+def cache_to_torch(cache: caches.Cache, device: str | torch.device = "cpu") -> Cache:
     """A copy of ``cache``, which the torch side may write; narrow formats are refused (ConfigError)."""
 
     def sides(stored: Sequence[Any]) -> list[torch.Tensor]:
@@ -135,13 +136,16 @@ def cache_to_torch(cache: KVCache, device: str | torch.device = "cpu") -> Cache:
                 raise ConfigError(f"a cache of {type(x).__name__} does not cross to torch; use a float one")
         return [to_torch(x, device, copy=True) for x in stored]
 
-    return Cache(sides(cache.k), sides(cache.v), to_torch(cache.lengths, device, copy=True))
+    for layer in cache.layers:
+        if not isinstance(layer, KV):
+            raise ConfigError(f"a layer's {type(layer).__name__} does not cross to torch; keys and values do")
+    keys, values = ([getattr(layer, side) for layer in cache.layers] for side in ("k", "v"))
+    return Cache(sides(keys), sides(values), to_torch(cache.lengths, device, copy=True))
 
 
-def cache_to_jax(cache: Cache) -> KVCache:
+def cache_to_jax(cache: Cache) -> caches.Cache:
     """A copy of ``cache``."""
-    return KVCache(
-        k=tuple(to_jax(x) for x in cache.k),
-        v=tuple(to_jax(x) for x in cache.v),
+    return caches.Cache(
+        layers=tuple(KV(to_jax(k), to_jax(v)) for k, v in zip(cache.k, cache.v, strict=True)),
         lengths=to_jax(cache.lengths),
     )

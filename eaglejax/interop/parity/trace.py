@@ -121,8 +121,8 @@ def _committed(state: Any) -> Committed:
         return [Recorded.of(np.asarray(x)[:, :, :length]).values for x in arrays]
 
     return Committed(
-        keys={name: held(c.k, int(c.lengths[0])) for name, c in caches.items()},
-        values={name: held(c.v, int(c.lengths[0])) for name, c in caches.items()},
+        keys={name: held([x.k for x in c.layers], int(c.lengths[0])) for name, c in caches.items()},
+        values={name: held([x.v for x in c.layers], int(c.lengths[0])) for name, c in caches.items()},
         feature=Recorded.of(np.asarray(state.proposer.feature)).values,
     )
 

@@ -27,6 +27,7 @@ from eaglejax.drafts.eagle.features import FeatureAdapter
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.drafts.tree import chain
+from eaglejax.nn.visible import Causal, Tree
 
 
 def text_of(config, length: int, seed: int = 0):
@@ -50,7 +51,7 @@ def cached_steps(config, params, features, tokens, start: int, steps: int, capac
         tokens[None, 1 : n + 1],
         positions,
         cache,
-        jnp.tril(jnp.ones((1, n, n), bool)),
+        Causal(),
         positions,
     )
     cache = cache.replace(lengths=cache.lengths + n)
@@ -64,7 +65,7 @@ def cached_steps(config, params, features, tokens, start: int, steps: int, capac
             tokens[None, n + k : n + k + 1],
             at[:, -1:],
             cache,
-            jnp.ones((1, 1, k), bool),
+            Tree(jnp.ones((1, 1, k), bool)),
             at,
         )
         states.append(out[:, 0])
@@ -151,7 +152,9 @@ def test_chunked_prefill_equals_one_shot(name):
     for state in states.values():
         np.testing.assert_array_equal(state.cache.lengths, [17])
         np.testing.assert_allclose(state.feature, whole.feature, rtol=2e-5, atol=2e-5)
-        for a, b in zip((*state.cache.k, *state.cache.v), (*whole.cache.k, *whole.cache.v), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(state.cache.layers), jax.tree.leaves(whole.cache.layers), strict=True
+        ):
             np.testing.assert_allclose(a[:, :, :17], b[:, :, :17], rtol=2e-5, atol=2e-5)
 
 
@@ -261,7 +264,7 @@ def test_half_precision_cache_is_the_drafts_own_choice():
     for dtype in ("float32", "bfloat16"):
         proposer = Eagle(config, chain(2), cache_dtype=dtype)
         state = proposer.init(params, batch=1, capacity=16)
-        assert {x.dtype.name for x in (*state.cache.k, *state.cache.v)} == {dtype}
+        assert {x.dtype.name for x in jax.tree.leaves(state.cache.layers)} == {dtype}
         state = jax.jit(proposer.observe)(params, state, observation(config, [row], [0], 8))
         assert state.feature.dtype == jnp.float32
         out[dtype] = state.feature

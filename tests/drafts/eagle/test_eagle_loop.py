@@ -31,6 +31,7 @@ from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.tree import chain, from_choices
 from eaglejax.models import decoder
 from eaglejax.models.target import Target
+from eaglejax.nn.visible import Causal
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import rounds
 
@@ -126,8 +127,7 @@ def laws(config, params, rows, texts):
     n, length = texts.shape
     cache = decoder.init_cache(config, n, length)
     place = jnp.broadcast_to(jnp.arange(length), texts.shape)
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (n, length, length))
-    out = decoder.forward(params, config, texts, place, cache, causal)
+    out = decoder.forward(params, config, texts, place, cache, Causal())
     rows = jax.tree.map(lambda x: jnp.repeat(x, n, 0), rows)
     return sampling.law(sampling.process(decoder.unembed(params, config, out.hidden), rows), rows)
 

@@ -1,0 +1,213 @@
+"""Keys and values of one layer, a slot a token: how they are written, attended and moved.
+
+A token's scales, where the format has them, sit in its slot and move with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eaglejax import pytree
+from eaglejax.errors import ConfigError
+from eaglejax.nn import cache as caches
+from eaglejax.nn import kv_codec
+from eaglejax.nn.attention import attend
+from eaglejax.nn.cache import SLOTS, Cache, CacheScales, Placement, put_row
+from eaglejax.nn.gather import take
+from eaglejax.nn.kv_codec import PackedKV, Stored
+from eaglejax.nn.kv_format import KVFormat, kv_format
+from eaglejax.tap import tap
+from kernels_pallas import cache_attention
+from kernels_pallas.foreign import portable_call
+
+
+@pytree.dataclass
+class KV:
+    """``k`` [B, Hkv, S, dk] and ``v`` [B, Hkv, S, dv]: arrays, or ``PackedKV`` in a narrow format."""
+
+    k: Stored
+    v: Stored
+
+    @classmethod
+    def table(
+        cls,
+        format: KVFormat,
+        *,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        centred: bool = False,
+    ) -> KV:
+        """What is held, as ``ArrayInfo`` leaves.
+
+        ``centred``: where keys get a scale as they come, they are stored as differences from the row's first
+        one (see ``kv_codec``), which attention without a softcap does not notice. Raises ConfigError.
+        """
+
+        def side(dim: int, centred: bool) -> Any:
+            return kv_codec.table(format, (batch, kv_heads, capacity, dim), SLOTS, centred=centred)
+
+        return cls(side(key_dim, centred), side(value_dim, False))
+
+    @property
+    def capacity(self) -> int:
+        """Slots a row (S)."""
+        return self.k.shape[2]
+
+    def write(self, k: jax.Array, v: jax.Array, start: jax.Array) -> KV:
+        """Put ``k``, ``v`` [B, Hkv, N, d] at slots ``start[b] + (0..N-1)``."""
+        return KV(write(self.k, k, start), write(self.v, v, start))
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, at: Placement, **options: Any
+    ) -> tuple[jax.Array, KV]:
+        """Write N new tokens, then attend: ([B, N, Hq, dv], the cache with them, uncommitted).
+
+        ``q`` [B, N, Hq, dk], ``k``, ``v`` [B, N, Hkv, d]. They take the last N of the M slots that
+        ``at.visible`` speaks of. ``options``: scale, window and softcap of ``nn.attention.attend``. A new
+        token is stored before anything reads it, so that it is seen by the tree it was verified in exactly as
+        by all that comes after it.
+
+        A token whose key or value is not finite is stored as zeros, and those that see it, itself included,
+        get NaN. Left in the cache it would reach its siblings too, for a weight of zero times NaN is NaN.
+        """
+        for name, value in (("q", q), ("k", k), ("v", v)):
+            tap(name, value)
+        n = q.shape[1]
+        m = at.visible.slots(n)
+        # What overflows the cache's own dtype is not finite either.
+        k, v = (x if isinstance(c, PackedKV) else x.astype(c.dtype) for x, c in ((k, self.k), (v, self.v)))
+        sound = jnp.isfinite(k).all(axis=(2, 3)) & jnp.isfinite(v).all(axis=(2, 3))
+        k, v = (jnp.where(sound[:, :, None, None], x, 0).transpose(0, 2, 1, 3) for x in (k, v))
+        cache = self.write(k, v, at.lengths + (m - n))
+        out = attend(
+            q,
+            cache.k,
+            cache.v,
+            at.lengths,
+            at.visible,
+            at.positions,
+            slot_positions=at.slot_positions,
+            implementation=at.attention,
+            **options,
+        )
+        lost = (at.visible.new(n, at.lengths)[:, :, m - n :] & ~sound[:, None]).any(axis=2)
+        out = jnp.where(lost[:, :, None, None], jnp.nan, out)
+        tap("attention", out)
+        return out, cache
+
+    def commit(self, lengths: jax.Array, path: jax.Array | None, kept: jax.Array) -> KV:
+        """See ``LayerCache``: the path's slots move next to the committed ones."""
+        del kept  # what lies behind the new length is never read
+        if path is None:
+            return self
+        slots = lengths[:, None] + path
+
+        def move(cached: jax.Array) -> jax.Array:
+            chosen = jax.vmap(lambda row, at: take(row, at, axis=1))(cached, slots)
+            return put(cached, chosen, lengths)
+
+        return KV(kv_codec.each(move, self.k), kv_codec.each(move, self.v))
+
+    def insert(self, slot: jax.Array, other: KV, row: jax.Array) -> KV:
+        """See ``LayerCache``."""
+
+        def one(own: Stored, theirs: Stored) -> Stored:
+            moved = kv_codec.each(lambda a, b: put_row(a, slot, b, row), own, theirs)
+            if not isinstance(own, PackedKV) or own.centre is None:
+                return moved
+            return dataclasses.replace(moved, centre=put_row(own.centre, slot, theirs.centre, row))
+
+        return KV(one(self.k, other.k), one(self.v, other.v))
+
+    def release(self, slot: jax.Array) -> KV:
+        """See ``LayerCache``: what stands behind a length of 0 is never read."""
+        del slot
+        return self
+
+
+def init_cache(
+    *,
+    layers: int,
+    batch: int,
+    capacity: int,
+    kv_heads: int,
+    head_dim: int,
+    format: Any = "float32",
+    scales: CacheScales | None = None,
+    centred: bool = False,
+) -> Cache:
+    """An empty cache of ``layers`` times keys and values of one size; see ``KV.table`` and ``fill``."""
+    layer = KV.table(
+        kv_format(format),
+        batch=batch,
+        capacity=capacity,
+        kv_heads=kv_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        centred=centred,
+    )
+    return fill(caches.table((layer,) * layers, batch), format, scales)
+
+
+def fill(table: Cache, format: Any, scales: CacheScales | None = None) -> Cache:
+    """An empty cache of ``table``, whose layers hold keys and values in ``format``.
+
+    int8-static needs ``scales``, and no other format takes them. Raises ConfigError.
+    """
+    format = kv_format(format)
+    if format.static != (scales is not None):
+        raise ConfigError(
+            "an int8-static cache needs calibrated scales (quant.kv.calibrate_cache); 'int8' needs none"
+            if format.static
+            else f"calibrated scales are for an int8-static cache, not for {format.name!r}"
+        )
+    empty: Cache = pytree.zeros(table)
+    if scales is None:
+        return empty
+    layers = []
+    for n, layer in enumerate(empty.layers):
+        if not isinstance(layer, KV):
+            raise ConfigError(f"calibrated scales are of keys and values; layer {n} holds none")
+        sides = []
+        for stored, given in ((layer.k, scales.k), (layer.v, scales.v)):
+            want = stored.channels.shape  # type: ignore[union-attr]
+            if [c.shape for c in given] != [want] * len(empty.layers):
+                raise ConfigError(
+                    f"cache scales must be {len(empty.layers)} arrays of shape {want}; they are "
+                    f"{[c.shape for c in given]}"
+                )
+            # A copy, because caches are donated and these scales are the user's.
+            sides.append(dataclasses.replace(stored, channels=jnp.copy(given[n])))
+        layers.append(KV(*sides))
+    return dataclasses.replace(empty, layers=tuple(layers))
+
+
+def write(cached: Stored, new: jax.Array, start: jax.Array) -> Stored:
+    """Put ``new`` [B, Hkv, N, d] into ``cached`` [B, Hkv, S, d] at slots ``start[b] + (0..N-1)``."""
+    ready = kv_codec.encode(cached, new, start) if isinstance(cached, PackedKV) else new.astype(cached.dtype)
+    return kv_codec.each(lambda old, fresh: put(old, fresh, start), cached, ready)
+
+
+def put(cached: jax.Array, fresh: jax.Array, start: jax.Array) -> jax.Array:
+    """``cached`` [B, Hkv, S, ...] with ``fresh`` [B, Hkv, N, ...] from slot ``start[b]`` on, in place.
+
+    XLA:CPU computes updates of a bfloat16 buffer in float32, and so makes a pass over all of it for each row;
+    a call of our own moves the bytes.
+    """
+    if cache_attention.WRITE_KERNEL.unavailable() is None:
+        return portable_call(cache_attention.cache_write, _put_xla, cached, fresh, start)
+    return _put_xla(cached, fresh, start)
+
+
+def _put_xla(cached: jax.Array, fresh: jax.Array, start: jax.Array) -> jax.Array:
+    def one(row: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(row, new, at, axis=1)
+
+    return jax.vmap(one)(cached, fresh, start)
