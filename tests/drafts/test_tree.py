@@ -12,8 +12,22 @@ from eaglejax.drafts.tree import StaticTree, ancestors, chain, from_choices
 from eaglejax.errors import ConfigError
 
 
+def walked(parent: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, int]:
+    """Ancestors-or-self by a walk to the root, and the depth of the deepest valid node."""
+    want, deepest = np.zeros((*parent.shape, parent.shape[1]), bool), 0
+    for row, i in np.ndindex(*parent.shape):
+        want[row, i, i] = True
+        node, depth = i, 0
+        while valid[row, i] and node:
+            node, depth = parent[row, node], depth + 1
+            want[row, i, node] = True
+        deepest = max(deepest, depth)
+    return want, deepest
+
+
 def test_ancestors_are_those_of_a_walk_to_the_root() -> None:
-    """A36: trees of different size side by side; nobody sees an invalid node, which sees itself alone."""
+    """A36: trees of different size side by side; nobody sees an invalid node, which sees itself alone. The
+    depth is that of the deepest node, so that every step of the climb is needed."""
     rng = np.random.default_rng(0)
     rows, nodes = 16, 9
     parent = np.array([[0, *(rng.integers(i) for i in range(1, nodes))] for _ in range(rows)])
@@ -21,16 +35,18 @@ def test_ancestors_are_those_of_a_walk_to_the_root() -> None:
     for row in range(rows):
         for i in range(1, nodes):
             valid[row, i] = valid[row, parent[row, i]] and rng.random() < 0.8
-    want = np.zeros((rows, nodes, nodes), bool)
-    for row, i in np.ndindex(rows, nodes):
-        want[row, i, i] = True
-        node = i
-        while valid[row, i] and node:
-            node = parent[row, node]
-            want[row, i, node] = True
-    got = ancestors(jnp.asarray(parent), jnp.asarray(valid), nodes - 1)
-    np.testing.assert_array_equal(got, want)
+    want, depth = walked(parent, valid)
+    assert depth < nodes - 1
     assert not valid.all()
+    np.testing.assert_array_equal(ancestors(jnp.asarray(parent), jnp.asarray(valid), depth), want)
+    assert (np.asarray(ancestors(jnp.asarray(parent), jnp.asarray(valid), depth - 1)) != want).any()
+
+
+def test_a_chain_sees_all_of_itself() -> None:
+    for nodes in (1, 2, 3, 9):
+        parent = jnp.asarray([[0, *range(nodes - 1)]])
+        got = ancestors(parent, jnp.ones((1, nodes), bool), nodes - 1)
+        np.testing.assert_array_equal(got[0], np.tril(np.ones((nodes, nodes), bool)))
 
 
 @pytest.mark.parametrize(
