@@ -16,6 +16,7 @@ devices.prepare()
 
 from eaglejax.api import generate, stream  # noqa: E402
 from eaglejax.checkpoint.target import load_target  # noqa: E402
+from eaglejax.conversation import Conversation  # noqa: E402
 from eaglejax.drafts.autoregressive import Autoregressive  # noqa: E402
 from eaglejax.drafts.base import Bound  # noqa: E402
 from eaglejax.drafts.draft_model.load import load_draft_model  # noqa: E402
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Autoregressive",
     "Bound",
+    "Conversation",
     "DraftModel",
     "DynamicTree",
     "Eagle",

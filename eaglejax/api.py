@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from eaglejax.conversation import Conversation, as_conversation, template_variables
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.base import Bound, Proposer
 from eaglejax.drafts.detect import check_basis
@@ -28,7 +29,7 @@ from eaglejax.speculate.generate import (
 from eaglejax.speculate.metrics import Stats
 
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int] | Messages
+Prompt = str | Sequence[int] | Messages | Conversation
 
 DEFAULT_BATCH = 8
 INTEGERS = (int, np.integer)
@@ -36,7 +37,7 @@ INTEGERS = (int, np.integer)
 
 def _is_single(prompts: Any) -> bool:
     """A text, one token list or one conversation, rather than a list of them."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Conversation):
         return True
     if isinstance(prompts, np.ndarray):
         return prompts.ndim == 1
@@ -51,22 +52,30 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, INTEGERS) and not isinstance(value, bool)
 
 
-def encode_prompt(target: Target, prompt: Any) -> tuple[int, ...]:
-    """Token ids of a text (with the model's own leading tokens), of messages (through the target's chat
-    template, ready for the answer), or of ids (as they are). Raises RequestError for anything else."""
+def encode_prompt(target: Target, prompt: Any, variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+    """Token ids of a text (with the model's own leading tokens), of a conversation or its messages (through
+    the target's chat template, ready for the answer), or of ids (as they are).
+
+    ``variables``: what the template is to read where the conversation does not set it itself. Raises
+    RequestError for anything else, and for variables without a template to read them.
+    """
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+    if isinstance(prompt, Conversation) or (several and all(isinstance(m, Mapping) for m in prompt)):
+        conversation = as_conversation(prompt).with_defaults(variables or {})
+        return tuple(target.need_tokenizer().encode_conversation(conversation))
+    if variables:
+        raise RequestError(
+            f"{', '.join(map(repr, variables))}: the chat template alone reads chat_template_kwargs; give "
+            "messages instead of a text or token ids"
+        )
     if isinstance(prompt, str):
         if not prompt:
             raise RequestError("the prompt is empty; give some text")
         return tuple(target.need_tokenizer().encode(prompt))
-    if isinstance(prompt, np.ndarray):
-        prompt = prompt.tolist()
     if isinstance(prompt, Sequence) and all(_is_token(t) for t in prompt):
         return tuple(int(t) for t in prompt)
-    if isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt):
-        for n, m in enumerate(prompt):
-            if not isinstance(m.get("role"), str) or "content" not in m:
-                raise RequestError(f"message {n} needs 'role' and 'content'; it has {sorted(m)}")
-        return tuple(target.need_tokenizer().apply_chat_template(list(prompt), add_generation_prompt=True))
     raise RequestError(
         f"a prompt is a text, a list of token ids or a list of messages, not {type(prompt).__name__}"
     )
@@ -84,7 +93,8 @@ def _per_prompt(name: str, value: Any, kind: type | tuple[type, ...], count: int
     return values
 
 
-def _failed(error: str) -> Generation:
+def failed(error: str) -> Generation:
+    """What stands for a prompt that cannot be served."""
     return Generation("", [], "error", None, Stats(), 0, error)
 
 
@@ -120,6 +130,8 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     max_new_tokens: int | Sequence[int] = 256,
     stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] | Sequence[Sequence[int]] = (),
+    chat_template_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     predictions: Any = None,
     batch_size: int = DEFAULT_BATCH,
     verification: str = "token",
@@ -133,11 +145,14 @@ def generate(
 ) -> Any:
     """Decode prompts; the output's law is the target's whatever the proposer.
 
-    ``prompts``: a text, token ids or messages (one Generation comes back), or a list of such (a list comes
-    back). ``proposer``: who guesses (None: plain autoregressive decoding). ``sampling``: one for all, or one
-    each; None is greedy. A row's draws depend on its own seed alone. ``predictions``: text or token ids that
-    each answer will mostly repeat, for proposers that use them. ``stop``: strings that end an answer.
-    ``batch_size``: rows decoded together. ``verification``: "token", or "block" for chains (Sun et al.,
+    ``prompts``: a text, token ids, messages or a ``Conversation`` (one Generation comes back), or a list of
+    such (a list comes back). ``proposer``: who guesses (None: plain autoregressive decoding). ``sampling``:
+    one for all, or one each; None is greedy. A row's draws depend on its own seed alone. ``stop``: strings
+    before which an answer ends; control tokens may be spelled in them. ``stop_token_ids``: ids that end an
+    answer as the end of text does, one list for all or one each. ``chat_template_kwargs``: what the chat
+    template reads beside the messages (``{"enable_thinking": False}``, ``{"tools": [...]}``), one for all or
+    one each. ``predictions``: text or token ids that each answer will mostly repeat, for proposers that use
+    them. ``batch_size``: rows decoded together. ``verification``: "token", or "block" for chains (Sun et al.,
     2025). ``on_error``: "raise", or "return" a Generation whose ``error`` says why, so that one bad prompt
     does not cost the others. ``rounds_a_chunk``: rounds between looks at the host (stop strings, streaming).
     ``cache_dtype``: format of the target's keys and values, by name or dtype: "int8", "fp8", "turbo4", ...
@@ -163,6 +178,8 @@ def generate(
             sampling=sampling,
             max_new_tokens=max_new_tokens,
             stop=stop,
+            stop_token_ids=stop_token_ids,
+            chat_template_kwargs=chat_template_kwargs,
             predictions=predictions,
         )
     ):
@@ -171,7 +188,7 @@ def generate(
         elif on_error == "raise":
             raise request
         else:
-            results[n] = _failed(str(request))
+            results[n] = failed(str(request))
     for begin in range(0, len(good), batch_size):
         group = good[begin : begin + batch_size]
         decoder = decoder_for(target, proposer, [r for _, r in group], min(batch_size, len(good)), options)
@@ -185,7 +202,15 @@ def generate(
 
 
 def _requests(
-    target: Target, items: Sequence[Any], *, sampling: Any, max_new_tokens: Any, stop: Any, predictions: Any
+    target: Target,
+    items: Sequence[Any],
+    *,
+    sampling: Any,
+    max_new_tokens: Any,
+    stop: Any,
+    stop_token_ids: Any,
+    chat_template_kwargs: Any,
+    predictions: Any,
 ) -> Iterator[Request | EaglejaxError]:
     """One Request a prompt, or the error that says why it cannot be served."""
     samplings = _per_prompt("sampling", sampling or Sampling(), Sampling, len(items))
@@ -197,17 +222,32 @@ def _requests(
         raise ConfigError("stop strings need a tokenizer and this target has none")
     guesses = [predictions] if len(items) == 1 and _is_one_prediction(predictions) else predictions
     guesses = _per_prompt("predictions", guesses, str, len(items))
-    for item, s, limit, guess in zip(items, samplings, limits, guesses, strict=True):
+    given = _per_prompt("chat_template_kwargs", chat_template_kwargs, Mapping, len(items))
+    ends = _stop_ids(stop_token_ids, len(items))
+    for item, s, limit, guess, more, end in zip(items, samplings, limits, guesses, given, ends, strict=True):
         try:
-            ids = encode_prompt(target, item)
+            ids = encode_prompt(target, item, template_variables(more or {}))
             if isinstance(guess, str):
                 guess = target.need_tokenizer().encode(guess, special=False)
-            request = Request(ids, s, limit, stops, None if guess is None else tuple(guess))
+            request = Request(ids, s, limit, stops, None if guess is None else tuple(guess), end)
             check_request(request, target.context, target.config.vocab_size)
         except RequestError as error:
             yield error
         else:
             yield request
+
+
+def _stop_ids(value: Any, count: int) -> list[tuple[Any, ...]]:
+    """Token ids that end each of ``count`` answers: one list for all, or one each."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConfigError(f"stop_token_ids is {value!r}; give a list of token ids, empty for none")
+    if not any(isinstance(v, Sequence) for v in value):
+        return [tuple(value)] * count
+    if len(value) != count or not all(isinstance(v, Sequence) for v in value):
+        raise ConfigError(f"stop_token_ids is {value!r}; give one list of ids, or one list for each prompt")
+    return [tuple(v) for v in value]
 
 
 def _is_one_prediction(predictions: Any) -> bool:
@@ -222,6 +262,8 @@ def stream(
     sampling: Sampling | None = None,
     max_new_tokens: int = 256,
     stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     prediction: Any = None,
     verification: str = "token",
     logprobs: bool = False,
@@ -244,6 +286,8 @@ def stream(
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         stop=stop,
+        stop_token_ids=stop_token_ids,
+        chat_template_kwargs=chat_template_kwargs,
         predictions=None if prediction is None else [prediction],
     )
     if isinstance(request, EaglejaxError):

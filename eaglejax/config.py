@@ -4,54 +4,70 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eaglejax import json_text
+from eaglejax.conversation import Conversation, read_row, row_variables, template_variables
 from eaglejax.errors import ConfigError, RequestError
-from eaglejax.jsonl import parse_object, read_lines
+from eaglejax.jsonl import kind, parse_json, parse_object, read_lines
 
-Message = Mapping[str, Any]
-SHAPES = ("prompt", "messages", "turns")
+SHAPES = ("prompt", "messages", "conversations", "turns")
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptRow:
     """One row of a prompt file.
 
-    ``id``: the row's own, else its line number. Exactly one of ``prompt`` (a text), ``messages`` (a
-    conversation that waits for its next answer) and ``turns`` (user turns, to be answered one after the
-    other) is set. ``predictions``: per turn, what the answer will mostly repeat, or None.
+    ``id``: the row's own, else its line number. Exactly one of ``prompt`` (a text), ``conversation`` (which
+    waits for its next answer) and ``turns`` (user turns, to be answered one after the other) is set.
+    ``predictions``: per turn, what the answer will mostly repeat, or None. ``variables``: what the chat
+    template is given with a prompt or turns (``tools``, ``documents``, entries of ``chat_template_kwargs``).
+    ``stop_token_ids``: ids that end its answers. ``system``: a system message for a conversation that begins
+    with none.
     """
 
     id: str | int
     prompt: str | None = None
-    messages: tuple[Message, ...] | None = None
+    conversation: Conversation | None = None
     turns: tuple[str, ...] | None = None
     predictions: tuple[str | None, ...] = (None,)
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    system: str | None = None
 
     @property
     def count(self) -> int:
         """How many answers the row asks for."""
         return len(self.turns) if self.turns else 1
 
-    def request(self, answers: Sequence[str], *, chat: bool) -> str | list[Message]:
+    def request(self, answers: Sequence[str], *, chat: bool) -> str | Conversation:
         """The text or conversation that asks for answer ``len(answers)``, given the answers so far.
 
         ``chat`` wraps a plain ``prompt`` as a user's message; messages and turns always are conversations.
+        Raises RequestError for a plain prompt with something for the chat template beside it.
         """
-        if self.prompt is not None:
-            return [{"role": "user", "content": self.prompt}] if chat else self.prompt
-        if self.messages is not None:
-            return list(self.messages)
-        conversation: list[Message] = []
-        for turn, answer in zip(self.turns or (), [*answers, None], strict=False):
-            conversation.append({"role": "user", "content": turn})
+        system = () if self.system is None else ({"role": "system", "content": self.system},)
+        if self.conversation is not None:
+            own = self.conversation.messages[0]["role"] in ("system", "developer")
+            return self.conversation if own else self.conversation.behind(*system)
+        if self.prompt is not None and not chat:
+            unread = [*self.variables, *(["a system message"] if system else [])]
+            if unread:
+                raise RequestError(
+                    f"{', '.join(unread)} beside a plain prompt means nothing: the chat "
+                    "template alone reads it; use --chat, or give messages"
+                )
+            return self.prompt
+        turns = (self.prompt,) if self.prompt is not None else self.turns or ()
+        messages: list[dict[str, Any]] = []
+        for turn, answer in zip(turns, [*answers, None], strict=False):
+            messages.append({"role": "user", "content": turn})
             if answer is not None:
-                conversation.append({"role": "assistant", "content": answer})
-        return conversation
+                messages.append({"role": "assistant", "content": answer})
+        return Conversation((*system, *messages), self.variables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +83,12 @@ def read_prompts(
 ) -> list[PromptRow | BadRow]:
     """Rows of a JSON Lines file, at most the first ``limit``.
 
-    A row is an object with exactly one of ``prompt``, ``messages`` and ``turns``, perhaps an ``id``, and any
-    other fields, which are ignored but for ``prediction_field``: a string (for every turn) or a list with
-    one string or null a turn. A row that is not so becomes a BadRow, and the others stand. Raises
-    ConfigError for a file that is missing, empty or not UTF-8, a limit below 1, and a prediction field that
-    no sound row has.
+    A row is an object with exactly one of ``prompt``, ``messages`` (or ``conversations``) and ``turns``,
+    perhaps an ``id``, what the chat template reads (``tools``, ``documents``, ``chat_template_kwargs``),
+    ``stop_token_ids``, and any other fields, which are ignored but for ``prediction_field``: a string (for
+    every turn) or a list with one string or null a turn. A row that is not so becomes a BadRow, and the
+    others stand. Raises ConfigError for a file that is missing, empty or not UTF-8, a limit below 1, and a
+    prediction field that no sound row has.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; it must be 1 or more")
@@ -99,7 +116,7 @@ def read_prompts(
 def _identity(fields: dict[str, Any], number: int) -> str | int:
     name = fields.get("id", number)
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise RequestError(f"'id' is a string or an integer, not {_kind(name)}")
+        raise RequestError(f"'id' is a string or an integer, not {kind(name)}")
     return name
 
 
@@ -107,14 +124,19 @@ def _row(fields: dict[str, Any], name: str | int, prediction_field: str | None) 
     shapes = [shape for shape in SHAPES if shape in fields]
     if len(shapes) != 1:
         having = " and ".join(map(repr, shapes)) or "none of them"
-        raise RequestError(f"a row has exactly one of 'prompt', 'messages' and 'turns'; this has {having}")
+        raise RequestError(
+            f"a row has exactly one of 'prompt', 'messages' (or 'conversations') and 'turns'; this has "
+            f"{having}"
+        )
     value = fields[shapes[0]]
-    if shapes == ["prompt"]:
-        row = PromptRow(name, prompt=_text("'prompt'", value))
-    elif shapes == ["messages"]:
-        row = PromptRow(name, messages=tuple(_message(n, m) for n, m in enumerate(_list("messages", value))))
+    if shapes[0] in ("messages", "conversations"):
+        row = PromptRow(name, conversation=read_row(fields, shapes[0]))
+    elif shapes == ["prompt"]:
+        row = PromptRow(name, prompt=_text("'prompt'", value), variables=row_variables(fields))
     else:
-        row = PromptRow(name, turns=tuple(_text(f"turn {n}", t) for n, t in enumerate(_list("turns", value))))
+        turns = tuple(_text(f"turn {n}", t) for n, t in enumerate(_list("turns", value)))
+        row = PromptRow(name, turns=turns, variables=row_variables(fields))
+    row = dataclasses.replace(row, stop_token_ids=_ids("stop_token_ids", fields))
     if prediction_field is None:
         return row
     return dataclasses.replace(
@@ -127,41 +149,57 @@ def _predictions(field: str, value: Any, count: int) -> tuple[str | None, ...]:
         return (value,) * count
     if not isinstance(value, list) or not all(v is None or isinstance(v, str) for v in value):
         raise RequestError(
-            f"{field!r} is a string, or a list with a string or null a turn, not {_kind(value)}"
+            f"{field!r} is a string, or a list with a string or null a turn, not {kind(value)}"
         )
     if len(value) != count:
         raise RequestError(f"{field!r} has {len(value)} entries for {count} turns")
     return tuple(value)
 
 
+def parse_template_kwargs(text: str | None) -> dict[str, Any]:
+    """What ``--chat-template-kwargs`` hands to the chat template: a JSON object. Raises ConfigError."""
+    try:
+        return {} if text is None else template_variables(parse_json(text))
+    except RequestError as error:
+        raise ConfigError(f"--chat-template-kwargs: {error}") from error
+
+
+def parse_logit_bias(text: str | None) -> dict[int, float] | None:
+    """What ``--logit-bias`` adds to logits: a JSON object from token ids to numbers, or "-inf" for a ban.
+    Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        value = parse_json(text)
+    except RequestError as error:
+        raise ConfigError(f"--logit-bias: {error}") from error
+    good = isinstance(value, dict) and all(name.isascii() and name.isdigit() for name in value)
+    if not good:
+        raise ConfigError(f'--logit-bias is an object such as {{"13": -2.5, "7": "-inf"}}, not {kind(value)}')
+    return {int(token): -math.inf if bias == "-inf" else bias for token, bias in value.items()}
+
+
 def _text(what: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise RequestError(f"{what} is a string, not {_kind(value)}")
+        raise RequestError(f"{what} is a string, not {kind(value)}")
     if not value:
         raise RequestError(f"{what} is empty")
     return value
 
 
+def _ids(field: str, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    value = fields.get(field)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(type(i) is int for i in value):
+        raise RequestError(f"{field!r} is a list of token ids, not {kind(value)}")
+    return tuple(value)
+
+
 def _list(field: str, value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise RequestError(f"{field!r} is a non-empty list, not {_kind(value)}")
+        raise RequestError(f"{field!r} is a non-empty list, not {kind(value)}")
     return value
-
-
-def _message(number: int, value: Any) -> Message:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str) or "content" not in value:
-        raise RequestError(f"message {number} is an object with 'role' and 'content', not {_kind(value)}")
-    if value["content"] is not None and not isinstance(value["content"], str):
-        raise RequestError(f"the content of message {number} is a string, not {_kind(value['content'])}")
-    return value
-
-
-def _kind(value: Any) -> str:
-    """A JSON value's type, in JSON's words, with its contents where they are short."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    name = names.get(type(value), "a number")
-    text = json.dumps(value, ensure_ascii=False)
-    return f"{name} ({text})" if len(text) <= 40 else name
 
 
 Paths = tuple[tuple[int, ...], ...]
@@ -260,7 +298,7 @@ def parse_speculative_config(text: str, *, method: str | None = None) -> Specula
     except json_text.JsonError as error:
         raise ConfigError(f"the speculative config is {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"the speculative config is a JSON object, not {_kind(value)}")
+        raise ConfigError(f"the speculative config is a JSON object, not {kind(value)}")
     unknown = sorted(set(value) - set(_KEYS))
     if unknown:
         raise ConfigError(
@@ -271,7 +309,7 @@ def parse_speculative_config(text: str, *, method: str | None = None) -> Specula
         what, read = _KEYS[key]
         settings[key] = read(entry)
         if settings[key] is None:
-            raise ConfigError(f"{key!r} in the speculative config is {what}, not {_kind(entry)}")
+            raise ConfigError(f"{key!r} in the speculative config is {what}, not {kind(entry)}")
     if settings.setdefault("method", method) is None:
         raise ConfigError("the speculative config names no 'method'")
     return SpeculativeConfig(**settings)

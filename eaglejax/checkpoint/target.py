@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from eaglejax.checkpoint.gguf.load import load_gguf
@@ -9,7 +11,7 @@ from eaglejax.checkpoint.gguf.packed import load_packed
 from eaglejax.checkpoint.hf import load_folder, quantized_form
 from eaglejax.checkpoint.quantized.read import exported_rotation, load_quantized
 from eaglejax.checkpoint.sources import Source, Spec, resolve
-from eaglejax.checkpoint.tokenizer import load_tokenizer
+from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target, weight_dtype
@@ -23,6 +25,7 @@ def load_target(
     dtype: Any = None,
     context: int | None = None,
     quant: Plan | Scheme | str | None = None,
+    eos: int | str | Sequence[int | str] = (),
 ) -> Target:
     """Load a model with its tokenizer.
 
@@ -35,6 +38,9 @@ def load_target(
     their float dtype, ``keep-a8`` takes them in int8; ``checkpoint.gguf_packed`` says what is kept exactly
     and what is requantised. Static schemes and smoothing need calibration, so that they are for
     ``quantize_target``.
+
+    ``eos``: further tokens, ids or their text, that end a text. A model whose files name none that its
+    tokenizer knows is warned of: its answers go on to their length limit.
 
     Raises ``CheckpointError``, ``ConfigError`` or ``MismatchError`` naming what is wrong.
     """
@@ -55,6 +61,9 @@ def load_target(
         config, params = load_folder(found.path, dtype, context=context)
         told = exported_rotation(found.path, config)
         tokenizer = load_tokenizer(found.path)
+    tokenizer = tokenizer.with_eos([eos] if isinstance(eos, int | str) else eos)
+    if not tokenizer.eos_ids:
+        _say_endless(found, tokenizer)
     over = [i for i in (*tokenizer.eos_ids, tokenizer.vocab_size - 1) if i >= config.vocab_size]
     if over:
         raise MismatchError(
@@ -72,6 +81,17 @@ def load_target(
         **told,
     )
     return target if plan is None or found.kind == "gguf" else quantize_target(target, plan)
+
+
+def _say_endless(source: Source, tokenizer: Tokenizer) -> None:
+    named = tokenizer.specials.get("eos_token")
+    why = "no end of text" if named is None else f"an end of text that its tokenizer does not know, {named!r}"
+    ends = "turns of a conversation" if tokenizer.chat_template else "texts"
+    warnings.warn(
+        f"{source.spec} names {why}: nothing ends {ends} before the length limit. Name the token that does: "
+        "--eos on the command line, load_target(..., eos=...), or stop_token_ids of a request",
+        stacklevel=3,
+    )
 
 
 def _context(context: int | None, config: ModelConfig) -> int:

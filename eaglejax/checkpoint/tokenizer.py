@@ -17,11 +17,13 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 
 from eaglejax.checkpoint.files import read_json
-from eaglejax.errors import CheckpointError, RequestError
+from eaglejax.conversation import Conversation, read_messages
+from eaglejax.errors import CheckpointError, ConfigError, RequestError
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endoftext|>")
 """Tokens that end an assistant's turn in the chat formats of the supported families."""
@@ -62,6 +64,20 @@ class Tokenizer:
         pairs = sorted((i, token) for token, i in self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(pairs, ensure_ascii=True).encode()).hexdigest()
 
+    def with_eos(self, names: Sequence[int | str]) -> Tokenizer:
+        """The tokenizer with further tokens, ids or their text, that end a text. Raises ConfigError for one
+        that it does not know."""
+        found = set(self.eos_ids)
+        for name in names:
+            token = self.backend.token_to_id(name) if isinstance(name, str) else name
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise ConfigError(
+                    f"eos names {name!r}, which is no token of this model; give a token's text or an id from "
+                    f"0 to {self.vocab_size - 1}"
+                )
+            found.add(token)
+        return dataclasses.replace(self, eos_ids=tuple(sorted(found)))
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of ``text``. ``special`` adds the tokens that the model expects around a text (a leading BOS,
         say); special tokens that are spelled out in ``text`` are recognised either way. Raises
@@ -84,8 +100,8 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """``messages`` ({"role", "content", ...} each) as text by the chat template; ``variables`` are handed
-        to it.
+        """``messages`` (as ``conversation.read_messages`` reads them) as text by the chat template;
+        ``variables`` are handed to it.
 
         Raises ``RequestError`` when there is no template, the messages are no such list or the template
         rejects them.
@@ -94,13 +110,9 @@ class Tokenizer:
             raise RequestError(
                 "this model comes without a chat template; give a plain prompt instead of messages"
             )
-        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-            raise RequestError(
-                f"messages must be a non-empty list of objects with a role, got {messages!r:.200}"
-            )
         try:
             return _compile(self.chat_template).render(
-                messages=[dict(m) for m in messages],
+                messages=list(read_messages(messages)),
                 add_generation_prompt=add_generation_prompt,
                 **{"tools": None, "documents": None, **self.specials, **variables},
             )
@@ -114,6 +126,23 @@ class Tokenizer:
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
         return self.encode(text, special=False)
 
+    def render(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> str:
+        """``conversation`` as text by the chat template. Raises RequestError as ``render_chat`` does, and for
+        a variable that the template does not read, which would change nothing."""
+        read = None if self.chat_template is None else _variables(self.chat_template)
+        if read is not None and (unread := sorted(set(conversation.variables) - read)):
+            raise RequestError(
+                f"this model's chat template does not read {unread[0]!r}; it reads "
+                f"{', '.join(sorted(read - {'messages', 'add_generation_prompt'})) or 'messages alone'}"
+            )
+        return self.render_chat(
+            conversation.messages, add_generation_prompt=add_generation_prompt, **conversation.variables
+        )
+
+    def encode_conversation(self, conversation: Conversation) -> list[int]:
+        """Ids of ``conversation`` with what asks for the next answer behind it. Raises as ``render`` does."""
+        return self.encode(self.render(conversation), special=False)
+
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json``, which ``load_tokenizer`` and transformers
         read."""
@@ -124,8 +153,7 @@ class Tokenizer:
         )
 
 
-@functools.lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
+def _environment() -> jinja2.sandbox.SandboxedEnvironment:
     """The environment that chat templates are written for: sandboxed, blocks trimmed, loop controls."""
 
     def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
@@ -143,12 +171,30 @@ def _compile(template: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    return environment
+
+
+@functools.lru_cache(maxsize=16)
+def _variables(template: str) -> frozenset[str]:
+    """Names that a template reads from outside."""
+    environment = _environment()
     try:
-        return environment.from_string(template)
+        found = jinja2.meta.find_undeclared_variables(environment.parse(template))
     except jinja2.TemplateSyntaxError as error:
-        raise CheckpointError(
-            f"the model's chat template is not valid jinja (line {error.lineno}): {error}"
-        ) from error
+        raise _broken(error) from error
+    return frozenset(found) - set(environment.globals)
+
+
+def _broken(error: jinja2.TemplateSyntaxError) -> CheckpointError:
+    return CheckpointError(f"the model's chat template is not valid jinja (line {error.lineno}): {error}")
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise _broken(error) from error
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -164,25 +210,39 @@ class _GenerationTag(jinja2.ext.Extension):
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer of a Hugging Face folder.
 
-    EOS ids: those of ``generation_config.json`` and ``config.json``, the ``eos_token``, and the turn-ending
-    tokens that the chat template mentions. Raises ``CheckpointError`` when files are missing or damaged.
+    The named tokens (``bos_token``...) are those that transformers takes: of ``tokenizer_config.json``, and
+    of ``special_tokens_map.json`` where the former lists no ``added_tokens_decoder``. EOS ids: those of
+    ``generation_config.json`` and ``config.json``, the ``eos_token``, and the turn-ending tokens that the
+    chat template mentions. Raises ``CheckpointError`` when files are missing or damaged.
     """
     settings = read_json(folder / "tokenizer_config.json", default={})
+    older = read_json(folder / "special_tokens_map.json", default={})
     backend = _backend(folder)
     template = _template(folder, settings)
-    specials = {
-        key: value["content"] if isinstance(value, Mapping) else value
-        for key, value in settings.items()
-        if key.endswith("_token") and isinstance(value, (str, Mapping))
-    }
+    specials = _named(settings if "added_tokens_decoder" in settings else settings | older)
     eos: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        eos |= _ids(read_json(folder / name, default={}).get("eos_token_id"))
-    eos |= _ids(settings.get("eos_token_id"))
+        values = read_json(folder / name, default={})
+        for found in (values, values.get("text_config")):
+            if isinstance(found, Mapping):
+                eos |= _ids(found.get("eos_token_id"), folder / name)
+    eos |= _ids(settings.get("eos_token_id"), folder / "tokenizer_config.json")
+    if "eos_token" in (named := _named(older)):
+        eos |= {i for i in [backend.token_to_id(named["eos_token"])] if i is not None}
     bos = read_json(folder / "config.json", default={}).get("bos_token_id")
     if "bos_token" in specials:
         bos = backend.token_to_id(specials["bos_token"])
     return make_tokenizer(backend, eos=eos, bos=bos, template=template, specials=specials)
+
+
+def _named(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that a file names, each as its text or as an object with its ``content``."""
+    texts = {
+        key: value.get("content") if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if key.endswith("_token")
+    }
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def make_tokenizer(
@@ -246,7 +306,10 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return template
 
 
-def _ids(value: int | Sequence[int] | None) -> set[int]:
-    if value is None:
-        return set()
-    return {value} if isinstance(value, int) else set(value)
+def _ids(value: Any, path: Path) -> set[int]:
+    """Token ids that a file gives as one number or a list; those below 0 stand for none."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    bad = [v for v in values if isinstance(v, bool) or not isinstance(v, int)]
+    if bad:
+        raise CheckpointError(f"{path}: eos_token_id is {value!r}; it is a token id or a list of them")
+    return {v for v in values if v >= 0}

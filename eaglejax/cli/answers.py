@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import eaglejax as ej
+from eaglejax.api import failed
 from eaglejax.config import BadRow, PromptRow
 from eaglejax.speculate import metrics
 
@@ -17,28 +18,37 @@ def answer_rows(
     chat: bool,
     predicts: bool,
     sampling: ej.Sampling | Sequence[ej.Sampling] | None = None,
+    stop_token_ids: Sequence[int] = (),
     **options: Any,
 ) -> list[list[ej.Generation]]:
     """The Generations of each row, one a turn, all rows decoded together; a failed turn is the row's last.
 
     Each turn sees the row's own earlier answers. ``predicts``: hand the rows' predictions to the proposer.
-    ``sampling``: one for all rows (None: greedy), or one each.
+    ``sampling``: one for all rows (None: greedy), or one each. ``stop_token_ids``: of all rows, beside their
+    own.
     ``options`` are those of ``generate``.
     """
     answers: list[list[ej.Generation]] = [[] for _ in rows]
     for turn in range(max((row.count for row in rows), default=0)):
         asked = [n for n, row in enumerate(rows) if turn < row.count and not any(a.error for a in answers[n])]
-        if not asked:
-            break
+        prompts = {}
+        for n in asked:
+            try:
+                prompts[n] = rows[n].request([a.text for a in answers[n]], chat=chat)
+            except ej.EaglejaxError as error:
+                answers[n].append(failed(str(error)))
+        if not prompts:
+            continue
         results = ej.generate(
             target,
-            [rows[n].request([a.text for a in answers[n]], chat=chat) for n in asked],
-            predictions=[rows[n].predictions[turn] for n in asked] if predicts else None,
-            sampling=[sampling[n] for n in asked] if isinstance(sampling, Sequence) else sampling,
+            list(prompts.values()),
+            predictions=[rows[n].predictions[turn] for n in prompts] if predicts else None,
+            sampling=[sampling[n] for n in prompts] if isinstance(sampling, Sequence) else sampling,
+            stop_token_ids=[(*stop_token_ids, *rows[n].stop_token_ids) for n in prompts],
             on_error="return",
             **options,
         )
-        for n, result in zip(asked, results, strict=True):
+        for n, result in zip(prompts, results, strict=True):
             answers[n].append(result)
     return answers
 
@@ -80,4 +90,5 @@ def bad_row_json(row: BadRow) -> dict[str, Any]:
 
 
 def _fields(answer: ej.Generation) -> dict[str, Any]:
-    return {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+    fields = {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+    return fields if answer.logprobs is None else {**fields, "logprobs": answer.logprobs}

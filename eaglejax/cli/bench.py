@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.cli import methods, show
-from eaglejax.config import BadRow, PromptRow, SpeculativeConfig, parse_speculative_config, read_prompts
+from eaglejax.config import (
+    BadRow,
+    PromptRow,
+    SpeculativeConfig,
+    parse_speculative_config,
+    parse_template_kwargs,
+    read_prompts,
+)
 from eaglejax.devices import machine
 from eaglejax.drafts.eagle.files.read import AuxConvention
 from eaglejax.errors import ConfigError, EaglejaxError
@@ -48,6 +55,14 @@ class Bench:
     """Read this many prompts at most."""
     chat: bool = False
     """Wrap plain prompts in the model's chat template; messages and turns always are."""
+    chat_template_kwargs: str | None = None
+    """What the chat template reads beside the messages, as for `eaglejax generate`."""
+    quant: str | None = None
+    """Hold the target's weights in 8 or 4 bits, as for `eaglejax generate`; float32 is not measured then."""
+    context: int | None = None
+    """Longest sequence, prompt and answer together. Default: what the model was made for."""
+    eos: tuple[str, ...] = ()
+    """Further tokens, texts or ids, that end every text, for models whose files name none."""
     dtype: str | None = None
     """Measure in this dtype alone. Default: bfloat16, and on a CPU plain decoding in float32 too."""
     kv_cache_dtype: str | None = None
@@ -64,17 +79,29 @@ class Bench:
         configs = self._configs()
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be 1 or more")
+        variables = parse_template_kwargs(self.chat_template_kwargs)
         rows = read_prompts(self.prompts, prediction_field=self.prediction_field, limit=self.limit)
         with show.status(f"loading {self.target}"):
-            target = methods.with_cache(ej.load_target(self.target, dtype=self.dtype), self.kv_cache_dtype)
+            target = methods.with_cache(
+                ej.load_target(
+                    self.target,
+                    dtype=self.dtype,
+                    context=self.context,
+                    quant=self.quant,
+                    eos=methods.token_names(self.eos),
+                ),
+                self.kv_cache_dtype,
+            )
             proposers = {name: methods.proposer_from(target, config) for name, config in configs.items()}
-            reference = float32_beside(target) if self.dtype is None else None
+            # A model with quantised weights is another one than its float32 form.
+            wide = self.dtype is None and self.quant is None
+            reference = float32_beside(target) if wide else None
         dtype = target.dtype.name
-        session = Session(self.max_new_tokens, chat=self.chat)
+        session = Session(self.max_new_tokens, chat=self.chat, variables=variables)
         session.run(target, proposers, rows, reference)
         if self.profile:
             session.profile(target, proposers)
-        if self.dtype is None and reference is None and plain_in_float32_too():
+        if wide and reference is None and plain_in_float32_too():
             del proposers
             target = reload_in_float32(target)
             session.run_plain(FLOAT32_AR, target)
@@ -95,8 +122,10 @@ class Bench:
         given = None if self.speculative_config is None else parse_speculative_config(self.speculative_config)
         if given is not None and given.model not in (None, self.draft):
             raise ConfigError(f"--speculative-config names the draft {given.model!r}; use --draft for it")
+        if given is not None:
+            given = dataclasses.replace(given, method=methods.method_name(given.method))
         if self.methods is not None:
-            names = [name.strip() for name in self.methods.split(",")]
+            names = [methods.method_name(name.strip()) for name in self.methods.split(",")]
         else:
             names = [given.method if given else methods.method_for(self.draft) if self.draft else "ngram"]
         repeated = {name for name in names if names.count(name) > 1}
@@ -153,8 +182,7 @@ def float32_beside(target: ej.Target) -> ej.Target | None:
     if not plain_in_float32_too() or 2 * size > machine.memory_bytes():
         return None
     assert target.source is not None
-    wide = ej.load_target(target.source, dtype="float32", context=target.context)
-    return dataclasses.replace(wide, cache_format=target.cache_format)
+    return _as(target, ej.load_target(target.source, dtype="float32", context=target.context))
 
 
 def reload_in_float32(target: ej.Target) -> ej.Target:
@@ -162,13 +190,17 @@ def reload_in_float32(target: ej.Target) -> ej.Target:
     import jax
 
     assert target.source is not None
-    source, context = target.source, target.context
     for leaf in jax.tree.leaves(target.params):
         leaf.delete()
     gc.collect()
     with show.status("loading the same model in float32, for the fastest plain decoding"):
-        wide = ej.load_target(source, dtype="float32", context=context)
-    return dataclasses.replace(wide, cache_format=target.cache_format)
+        wide = ej.load_target(target.source, dtype="float32", context=target.context)
+    return _as(target, wide)
+
+
+def _as(target: ej.Target, wide: ej.Target) -> ej.Target:
+    """``wide`` with what was asked of ``target`` beside its weights."""
+    return dataclasses.replace(wide, cache_format=target.cache_format, eos_ids=target.eos_ids)
 
 
 class Session:
@@ -185,11 +217,12 @@ class Session:
         max_new_tokens: int,
         *,
         chat: bool = False,
+        variables: Mapping[str, Any] | None = None,
         rounds_a_chunk: int = ROUNDS_A_CHUNK,
         view: Callable[[str], Callable[[str], None]] | None = None,
     ) -> None:
         self._options = {"max_new_tokens": max_new_tokens, "rounds_a_chunk": rounds_a_chunk}
-        self._chat = chat
+        self._chat, self._variables = chat, variables
         self._view = view
         self._asked: list[tuple[tuple[int, ...], str | None]] = []  # prompt and prediction
         self._profiles: dict[str, dict[str, Any] | None] = {}
@@ -228,7 +261,7 @@ class Session:
     ) -> None:
         texts: list[str] = []
         for turn in range(row.count):
-            prompt = encode_prompt(target, row.request(texts, chat=self._chat))
+            prompt = encode_prompt(target, row.request(texts, chat=self._chat), self._variables)
             results = {
                 name: timing.timed(
                     target,

@@ -26,6 +26,7 @@ from eaglejax.cli.bench import (
     reload_in_float32,
 )
 from eaglejax.config import PromptRow, SpeculativeConfig
+from eaglejax.conversation import Conversation
 
 TARGET = "demo"
 DRAFTS = {
@@ -68,7 +69,8 @@ class Scene:
 def _scene(
     name: str, title: str, method: str, ask: str, max_new_tokens: int, prediction: str | None = None
 ) -> Scene:
-    row = PromptRow(name, messages=({"role": "user", "content": ask},), predictions=(prediction,))
+    asked = Conversation(({"role": "user", "content": ask},))
+    row = PromptRow(name, conversation=asked, predictions=(prediction,))
     return Scene(title, method, row, max_new_tokens)
 
 

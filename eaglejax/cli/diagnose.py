@@ -83,7 +83,7 @@ def _texts_of(path: str, limit: int) -> tuple[str, ...]:
         if isinstance(row, BadRow):
             raise ConfigError(f"{path}, row {row.id}: {row.error}")
         asked = row.request([], chat=False)
-        found.append(asked if isinstance(asked, str) else str(asked[-1]["content"]))
+        found.append(asked if isinstance(asked, str) else asked.messages[-1]["content"])
     return tuple(found)
 
 

@@ -8,7 +8,14 @@ from typing import Any
 import eaglejax as ej
 from eaglejax.cli import methods, show
 from eaglejax.cli.answers import answer_json, answer_rows, bad_row_json, in_groups
-from eaglejax.config import BadRow, PromptRow, SpeculativeConfig, parse_speculative_config, read_prompts
+from eaglejax.config import (
+    BadRow,
+    PromptRow,
+    SpeculativeConfig,
+    parse_logit_bias,
+    parse_template_kwargs,
+    read_prompts,
+)
 from eaglejax.drafts.eagle.files.read import AuxConvention
 from eaglejax.errors import ConfigError
 
@@ -27,9 +34,15 @@ class Generate:
     prompt: str | None = None
     """One prompt."""
     prompts: str | None = None
-    """A JSON Lines file with one object a line: {"prompt"}, {"messages"} or {"turns"}, perhaps {"id"}."""
+    """A JSON Lines file with one object a line: {"prompt"}, {"messages"} or {"turns"}, perhaps {"id"}; - is
+    the standard input."""
     chat: bool = False
     """Wrap plain prompts in the model's chat template; messages and turns always are."""
+    system: str | None = None
+    """A system message for conversations that begin with none."""
+    chat_template_kwargs: str | None = None
+    """What the chat template reads beside the messages, a JSON object such as {"enable_thinking": false}; a
+    row's own "chat_template_kwargs" go before."""
     prediction_field: str | None = None
     """The field of the prompt file that holds what the answer will mostly repeat."""
     max_new_tokens: int = 256
@@ -40,6 +53,26 @@ class Generate:
     """Keep the likeliest tokens up to this probability; 1 keeps all."""
     top_k: int = 0
     """Keep this many likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens whose probability is at least this share of the likeliest one's; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divide (if negative, multiply) the logits of tokens in prompt or text; 0.001 to 1000."""
+    presence_penalty: float = 0.0
+    """Take this off the logits of tokens that the text holds; -1000 to 1000."""
+    frequency_penalty: float = 0.0
+    """Take this off the logits of tokens for each time that the text holds them; -1000 to 1000."""
+    logit_bias: str | None = None
+    """What is added to logits, a JSON object from ids to numbers ("-inf" bans): {"13": -2.5}."""
+    stop: tuple[str, ...] = ()
+    """Texts before which an answer ends; control tokens may be spelled in them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end an answer, beside those of a row's own "stop_token_ids"."""
+    eos: tuple[str, ...] = ()
+    """Further tokens, texts or ids, that end every text, for models whose files name none."""
+    logprobs: bool = False
+    """With --json: the log-probability of every token under the model, before any sampling transform."""
+    context: int | None = None
+    """Longest sequence, prompt and answer together. Default: what the model was made for."""
     seed: int | None = None
     """Seed of every prompt's draws. Default: a fresh one."""
     batch_size: int = 1
@@ -63,46 +96,56 @@ class Generate:
 
     def run(self) -> int:
         """The command. Exit status 1 when some prompt could not be served."""
-        config = self._speculation()
-        rows = self._rows(config)
-        sampling = ej.Sampling(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed
+        config = methods.speculation(
+            self.speculative_config,
+            method=self.method,
+            draft=self.draft,
+            aux_convention=self.aux_convention,
+            kv_cache_dtype=self.draft_kv_cache_dtype,
         )
+        rows = self._rows(config)
+        variables = parse_template_kwargs(self.chat_template_kwargs)
+        sampling = ej.Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=parse_logit_bias(self.logit_bias),
+            seed=self.seed,
+        )
+        if self.logprobs and not self.json:
+            raise ConfigError("--logprobs are printed in the objects of --json alone; add it")
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be 1 or more")
         if self.batch_size < 1:
             raise ConfigError(f"--batch-size is {self.batch_size}; it must be 1 or more")
         with show.status(f"loading {self.target}"):
             target = methods.with_cache(
-                ej.load_target(self.target, dtype=self.dtype, quant=self.quant), self.kv_cache_dtype
+                ej.load_target(
+                    self.target,
+                    dtype=self.dtype,
+                    context=self.context,
+                    quant=self.quant,
+                    eos=methods.token_names(self.eos),
+                ),
+                self.kv_cache_dtype,
             )
             proposer = methods.proposer_from(target, config)
-        options = {"proposer": proposer, "sampling": sampling, "max_new_tokens": self.max_new_tokens}
+        options = {
+            "proposer": proposer,
+            "sampling": sampling,
+            "max_new_tokens": self.max_new_tokens,
+            "chat_template_kwargs": variables,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "logprobs": self.logprobs,
+        }
         if not self.json and self.prompt is not None:
             return self._stream(target, rows[0], options)
         return self._answer(target, rows, config, options)
-
-    def _speculation(self) -> SpeculativeConfig:
-        """Method and settings from --speculative-config, --method and --draft, which must agree."""
-        if self.speculative_config is None:
-            config = SpeculativeConfig(self.method or methods.method_for(self.draft))
-        else:
-            config = parse_speculative_config(self.speculative_config, method=self.method or "")
-            if self.method not in (None, config.method):
-                raise ConfigError(
-                    f"--method says {self.method!r}, --speculative-config says {config.method!r}"
-                )
-            if self.draft is not None and config.model not in (None, self.draft):
-                raise ConfigError(f"--draft says {self.draft!r}, --speculative-config says {config.model!r}")
-        config = dataclasses.replace(config, model=config.model or self.draft)
-        if not config.method:
-            config = dataclasses.replace(config, method=methods.method_for(config.model))
-        if self.aux_convention is not None:
-            config = dataclasses.replace(config, aux_convention=self.aux_convention)
-        if self.draft_kv_cache_dtype is not None:
-            config = dataclasses.replace(config, kv_cache_dtype=self.draft_kv_cache_dtype)
-        methods.check_config(config)
-        return config
 
     def _rows(self, config: SpeculativeConfig) -> list[PromptRow | BadRow]:
         if (self.prompt is None) == (self.prompts is None):
@@ -120,8 +163,11 @@ class Generate:
         if self.prompt is not None:
             if self.prediction_field is not None:
                 raise ConfigError("--prediction-field names a field of the file that --prompts names")
-            return [PromptRow(0, prompt=self.prompt)]
-        return read_prompts(self.prompts or "", prediction_field=self.prediction_field)
+            row = PromptRow(0, prompt=self.prompt, system=self.system)
+            row.request([], chat=self.chat)
+            return [row]
+        rows = read_prompts(self.prompts or "", prediction_field=self.prediction_field)
+        return [dataclasses.replace(r, system=self.system) if isinstance(r, PromptRow) else r for r in rows]
 
     def _answer(
         self,
@@ -157,8 +203,11 @@ class Generate:
     def _print(self, value: dict[str, Any]) -> None:
         if self.json:
             show.print_json(value)
-        elif "text" in value:
-            show.write_text(f"[{value['id']}]\n{value['text']}\n\n")
+            return
+        turns = value.get("turns", [value] if "text" in value else [])
+        for n, turn in enumerate(turns, start=1):
+            name = f"{value['id']}, turn {n}" if "turns" in value else value["id"]
+            show.write_text(f"[{name}]\n{turn['text']}\n\n")
 
     def _stream(self, target: ej.Target, row: PromptRow | BadRow, options: dict[str, Any]) -> int:
         assert isinstance(row, PromptRow)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import eaglejax as ej
 from eaglejax.cli import show, trees
-from eaglejax.config import SpeculativeConfig
+from eaglejax.config import SpeculativeConfig, parse_speculative_config
 from eaglejax.drafts.draft_model.load import is_eagle
 from eaglejax.drafts.eagle.files.load import draft_folder
 from eaglejax.drafts.eagle.files.read import AuxConvention, read_draft
 from eaglejax.errors import ConfigError
+from eaglejax.naming import known_name
 from eaglejax.nn.kv_format import kv_format, uncalibrated_format
 
 Build = Callable[[ej.Target, SpeculativeConfig], Any]
@@ -102,11 +103,61 @@ METHODS: dict[str, Method] = {
 }
 
 
+ALIASES = {
+    "none": "ar",
+    "autoregressive": "ar",
+    "vanilla": "ar",
+    "ngram_gpu": "ngram",
+    "[ngram]": "ngram",
+    "prompt_lookup": "ngram",
+    "draft": "draft_model",
+    "standalone": "draft_model",
+}
+"""What other engines call some methods (vLLM, vLLM-Ascend, SGLang)."""
+
+
+def method_name(name: str) -> str:
+    """How the method of that name is called here, whatever its case and hyphens; raises ConfigError, with the
+    names there are."""
+    known = known_name(name, METHODS, ALIASES)
+    if known is None:
+        raise ConfigError(f"method {name!r} is not known; methods are {', '.join(METHODS)}")
+    return known
+
+
 def method_named(name: str) -> Method:
     """The method of that name; raises ConfigError, with the names there are."""
-    if name not in METHODS:
-        raise ConfigError(f"method {name!r} is not known; methods are {', '.join(METHODS)}")
-    return METHODS[name]
+    return METHODS[method_name(name)]
+
+
+def speculation(
+    text: str | None,
+    *,
+    method: str | None = None,
+    draft: str | None = None,
+    default: str | None = None,
+    **settings: Any,
+) -> SpeculativeConfig:
+    """The checked config that ``--speculative-config`` (a JSON text), ``--method``, ``--draft`` and options
+    of single settings ask for together. ``default``: the method where none is named (None: what the draft
+    is). Raises ConfigError where they contradict each other."""
+    method = None if method is None else method_name(method)
+    if text is None:
+        config = SpeculativeConfig(method or "")
+    else:
+        config = parse_speculative_config(text, method=method or "")
+        if config.method:
+            config = dataclasses.replace(config, method=method_name(config.method))
+        if method not in (None, config.method):
+            raise ConfigError(f"--method says {method!r}, --speculative-config says {config.method!r}")
+        if draft is not None and config.model not in (None, draft):
+            raise ConfigError(f"--draft says {draft!r}, --speculative-config says {config.model!r}")
+    config = dataclasses.replace(config, model=config.model or draft)
+    if not config.method:
+        config = dataclasses.replace(config, method=default or method_for(config.model))
+    config = dataclasses.replace(config, **{k: v for k, v in settings.items() if v is not None})
+    check_config(config)
+    return config
 
 
 def method_for(draft: str | None) -> str:
@@ -154,6 +205,11 @@ def with_cache(target: ej.Target, format: str | None) -> ej.Target:
             "and --calib-prompts, or use int8, whose scales come with the tokens"
         )
     return dataclasses.replace(target, cache_format=form.name)
+
+
+def token_names(names: Sequence[str]) -> list[int | str]:
+    """Tokens as options name them, by id or by text."""
+    return [int(name) if name.isascii() and name.isdigit() else name for name in names]
 
 
 def proposer_from(target: ej.Target, config: SpeculativeConfig) -> Any:

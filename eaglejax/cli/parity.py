@@ -11,7 +11,7 @@ from typing import Any, Literal
 import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.cli import methods, show
-from eaglejax.config import BadRow, SpeculativeConfig, parse_speculative_config, read_prompts
+from eaglejax.config import BadRow, SpeculativeConfig, read_prompts
 from eaglejax.drafts.eagle.files.read import AuxConvention
 from eaglejax.errors import ConfigError
 
@@ -162,17 +162,12 @@ class Parity:
         return self._print(report, failed=failed)
 
     def _config(self) -> SpeculativeConfig:
-        if self.speculative_config is None:
-            config = SpeculativeConfig("eagle")
-        else:
-            config = parse_speculative_config(self.speculative_config, method="eagle")
-        if config.model not in (None, self.draft):
-            raise ConfigError(f"--draft says {self.draft!r}, --speculative-config says {config.model!r}")
-        config = dataclasses.replace(config, model=self.draft)
-        if self.aux_convention is not None:
-            config = dataclasses.replace(config, aux_convention=self.aux_convention)
-        methods.check_config(config)
-        return config
+        return methods.speculation(
+            self.speculative_config,
+            draft=self.draft,
+            default="eagle",
+            aux_convention=self.aux_convention,
+        )
 
     @contextlib.contextmanager
     def _recorder(self, target: ej.Target, sides: tuple[Any, Any]) -> Iterator[Any]:

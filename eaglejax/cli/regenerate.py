@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from eaglejax.checkpoint.files import progress
-from eaglejax.cli import show
+from eaglejax.cli import methods, show
+from eaglejax.config import parse_template_kwargs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Regenerate:
     target: str
     """The model: `demo`, a folder, a .gguf file or a Hub id."""
     prompts: str
-    """A JSON Lines file with turns, prompt, messages or conversations."""
+    """A JSON Lines file with turns, prompt, messages or conversations, perhaps with tools beside them."""
     out: str
     """The file of answers; one that exists is completed."""
     draft: str | None = None
@@ -38,8 +39,13 @@ class Regenerate:
     """Read this many rows at most."""
     seed: int = 0
     """Another seed gives other samples."""
+    chat_template_kwargs: str | None = None
+    """What the chat template reads beside the messages, a JSON object such as {"enable_thinking": false}; a
+    row's own "chat_template_kwargs" go before."""
     dtype: str | None = None
     """bfloat16, float32 or float16, of weights and activations. Default: bfloat16."""
+    eos: tuple[str, ...] = ()
+    """Further tokens, texts or ids, that end every text, for models whose files name none."""
     quant: str | None = None
     """Hold the target's weights in 8 or 4 bits: a scheme such as w8a8 or w4a8-g32; keep: a GGUF file's."""
     json: bool = False
@@ -52,9 +58,14 @@ class Regenerate:
         from eaglejax.train.regenerate import RegenerateOptions, error_file, read_prompt_rows, regenerate
 
         fields = {f.name for f in dataclasses.fields(RegenerateOptions)}
-        options = RegenerateOptions(**{k: v for k, v in dataclasses.asdict(self).items() if k in fields})
+        given = dataclasses.asdict(self) | {
+            "chat_template_kwargs": parse_template_kwargs(self.chat_template_kwargs)
+        }
+        options = RegenerateOptions(**{k: v for k, v in given.items() if k in fields})
         with show.status(f"loading {self.target}"):
-            target = load_target(self.target, dtype=self.dtype, quant=self.quant)
+            target = load_target(
+                self.target, dtype=self.dtype, quant=self.quant, eos=methods.token_names(self.eos)
+            )
             proposer = None if self.draft is None else load_draft(self.draft, target)
         tokens = 0
         with progress("answers", self.limit) as bar:

@@ -23,13 +23,18 @@ from eaglejax.sampling import RowSampling, Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One row: the prompt's token ids, how to sample, where to stop, and what the answer may repeat."""
+    """One row: the prompt's token ids, how to sample, where to stop, and what the answer may repeat.
+
+    ``stop``: strings before which the answer ends. ``stop_token_ids``: ids that end it as the end of text
+    does.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     prediction: tuple[int, ...] | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

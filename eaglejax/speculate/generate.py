@@ -66,10 +66,9 @@ class Generation:
     """What came of a request.
 
     ``token_ids`` include the end-of-text id that stopped it; ``text`` holds neither it nor any other control
-    token. ``finish_reason``: "stop"
-    (end of text or a stop string), "length" (max_new_tokens or the context limit), "error" (see ``error``).
-    ``logprobs``: one per token under the target's untransformed law, or None when not asked for.
-    ``prompt_tokens``: length of the prompt.
+    token. ``finish_reason``: "stop" (end of text, a stop string or one of ``stop_token_ids``), "length"
+    (max_new_tokens or the context limit), "error" (see ``error``). ``logprobs``: one per token under the
+    target's untransformed law, or None when not asked for. ``prompt_tokens``: length of the prompt.
     """
 
     text: str
@@ -126,6 +125,9 @@ def check_request(request: Request, context: int, vocab_size: int) -> None:
         bad = [t for t in ids if not 0 <= t < vocab_size]
         if bad:
             raise RequestError(f"{name} token id {bad[0]} is not in the vocabulary [0, {vocab_size})")
+    for token in request.stop_token_ids:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+            raise RequestError(f"stop_token_ids holds {token!r}, which is no id in [0, {vocab_size})")
     for text in request.stop:
         if not isinstance(text, str):
             raise RequestError(f"stop string {text!r} is {type(text).__name__}; it must be a text")
@@ -153,18 +155,21 @@ class _Row:
         self.seconds = 0.0
         self.stopped = False
         self.error: str | None = None
-        self.text = TextStream(tokenizer, request.stop, eos) if tokenizer is not None else None
+        self.ends = frozenset(request.stop_token_ids)
+        hidden = eos | self.ends
+        self.text = TextStream(tokenizer, request.stop, hidden) if tokenizer is not None else None
         self.shown = 0
         self.shown_tokens = 0
         self.learned = 0
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> int:
-        """Add tokens up to a stop string; how many were taken."""
+        """Add tokens up to a stop string or a token that ends the row; how many were taken."""
         for n, token in enumerate(tokens):
             self.tokens.append(int(token))
             if self.logprobs is not None and logprobs is not None:
                 self.logprobs.append(float(logprobs[n]))
-            if self.text is not None and self.text.push(int(token)):
+            found = self.text is not None and self.text.push(int(token))
+            if found or int(token) in self.ends:
                 self.stopped = True
                 return n + 1
         return len(tokens)

@@ -2,7 +2,8 @@
 
 Text grows token by token; a token may end inside a character, so text is handed out only when it can no
 longer change. Stop strings are looked for in the text, across token and round borders, one token at a time,
-so that the output ends where autoregressive decoding would have ended.
+so that the output ends where autoregressive decoding would have ended. Control tokens have no text, but a
+stop string may name them: there they count as they are spelled.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class TextStream:
 
     Decodes a short window that starts at a token border where text was complete, so that the cost of a token
     does not grow with the text and word-initial spaces survive. Control tokens and the ids ``hidden`` (ends
-    of text) add no text.
+    of text) add no text; those that a stop string spells are kept in the text that is searched, and cut out
+    of what is handed out.
     """
 
     def __init__(
@@ -36,37 +38,56 @@ class TextStream:
         self._tokenizer = tokenizer
         self._hidden = frozenset(tokenizer.special_ids) | frozenset(hidden)
         self._stop = tuple(stop)
+        spelled = {i: tokenizer.decode([i]) for i in tokenizer.special_ids} if stop else {}
+        self._spelled = {i: t for i, t in spelled.items() if t and any(t in s for s in self._stop)}
+        self._marks: list[tuple[int, int]] = []  # where control tokens stand in the searched text
         self._ids: list[int] = []  # those that have text
         self._window = 0  # first token of the window
         self._done = 0  # tokens whose text is settled
         self._settled = ""
         self._open = ""  # certain text of the tokens since, before an unfinished character
         self._ends: list[int] = []  # certain characters after each token, hidden ones included
-        self.stopped_at: int | None = None  # characters of text before the stop string
+        self.stopped_at: int | None = None  # characters of searched text before the stop string
 
     def push(self, token: int) -> bool:
         """Add a token; True when its text completes a stop string."""
-        old = self._certain
-        if token in self._hidden:
-            self._ends.append(len(old))
+        old = len(self._certain)
+        if token in self._spelled:
+            self._settle(self._fresh())
+            begin = len(self._settled)
+            if self._ends:
+                self._ends[-1] = begin  # a character that was unfinished ends there
+            self._settled += self._spelled[token]
+            self._marks.append((begin, len(self._settled)))
+        elif token in self._hidden:
+            self._ends.append(old)
             return False
-        self._ids.append(token)
-        before = self._tokenizer.decode(self._ids[self._window : self._done])
-        after = self._tokenizer.decode(self._ids[self._window :])
-        fresh = after[len(before) :]
-        if after.endswith(REPLACEMENT) and len(self._ids) - self._done < 8:
-            # An unfinished character; no encoding needs more tokens than this, so longer runs are real text.
-            self._open = fresh.rstrip(REPLACEMENT)
         else:
-            self._settled += fresh
-            self._open = ""
-            self._window, self._done = self._done, len(self._ids)
+            self._ids.append(token)
+            fresh = self._fresh()
+            if fresh.endswith(REPLACEMENT) and len(self._ids) - self._done < 8:
+                # An unfinished character; no encoding needs more tokens than this, so longer runs are real
+                # text.
+                self._open = fresh.rstrip(REPLACEMENT)
+            else:
+                self._settle(fresh)
         self._ends.append(len(self._certain))
-        return self._find_stop(len(old))
+        return self._find_stop(old)
+
+    def _fresh(self) -> str:
+        """Text of the tokens since the last that is settled."""
+        before = self._tokenizer.decode(self._ids[self._window : self._done])
+        return self._tokenizer.decode(self._ids[self._window :])[len(before) :]
+
+    def _settle(self, fresh: str) -> None:
+        self._settled += fresh
+        self._open = ""
+        if len(self._ids) > self._done:
+            self._window, self._done = self._done, len(self._ids)
 
     @property
     def _certain(self) -> str:
-        """Text that no later token changes."""
+        """Searched text that no later token changes."""
         return self._settled + self._open if self._open else self._settled
 
     def _find_stop(self, old: int) -> bool:
@@ -79,27 +100,32 @@ class TextStream:
             self.stopped_at = min(found)
         return bool(found)
 
+    def _shown(self, text: str) -> str:
+        """``text``, a beginning of the searched text, without its control tokens."""
+        for begin, end in reversed(self._marks):
+            text = text[:begin] + text[end:]
+        return text
+
     @property
     def safe_text(self) -> str:
         """Text that will not change any more: nothing that may turn out to be a stop string's beginning."""
         certain = self._certain
         if self.stopped_at is not None:
-            return certain[: self.stopped_at]
+            return self._shown(certain[: self.stopped_at])
         hold = 0
         for s in self._stop:
             for n in range(min(len(s) - 1, len(certain)), 0, -1):
                 if certain.endswith(s[:n]):
                     hold = max(hold, n)
                     break
-        return certain[: len(certain) - hold]
+        return self._shown(certain[: len(certain) - hold])
 
     @property
     def text(self) -> str:
         """The whole text, an unfinished character at the end included (as replacement characters)."""
         if self.stopped_at is not None:
-            return self._certain[: self.stopped_at]
-        before = self._tokenizer.decode(self._ids[self._window : self._done])
-        return self._settled + self._tokenizer.decode(self._ids[self._window :])[len(before) :]
+            return self._shown(self._certain[: self.stopped_at])
+        return self._shown(self._settled + self._fresh())
 
     def kept_tokens(self) -> int:
         """Tokens the text needs: the shortest prefix that covers what stands before the stop string."""

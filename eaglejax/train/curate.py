@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from eaglejax.checkpoint.tokenizer import Tokenizer
+from eaglejax.conversation import read_messages
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.jsonl import parse_object, read_lines
 from eaglejax.train.samples import Report, Sample
@@ -84,7 +85,7 @@ def evaluation_texts(path: str | Path) -> list[str]:
     for number, line in read_lines(path):
         try:
             found = _prompts(parse_object(line))
-        except (RequestError, AttributeError, TypeError, KeyError) as error:
+        except (RequestError, TypeError) as error:
             raise ConfigError(f"{path}, line {number} is no prompt row: {error}") from error
         if not found:
             raise ConfigError(f"{path}, line {number} has neither turns nor prompt nor messages")
@@ -97,7 +98,8 @@ def _prompts(row: Mapping[str, Any]) -> list[str]:
     if not isinstance(turns, list):
         # Read letter by letter, a text in the place of a list would match nothing.
         raise TypeError("its turns are no list")
-    asked = [m["content"] for m in row.get("messages", ()) if m.get("role") == "user"]
+    talk = read_messages(row["messages"]) if "messages" in row else ()
+    asked = [m["content"] for m in talk if m["role"] == "user"]
     found = [*turns, *([row["prompt"]] if "prompt" in row else []), *asked]
     if not all(isinstance(text, str) for text in found):
         raise TypeError("its prompts are no texts")

@@ -16,6 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from eaglejax.checkpoint.files import only_writer
+from eaglejax.conversation import (
+    Conversation,
+    Message,
+    read_messages,
+    read_row,
+    row_variables,
+    template_variables,
+)
 from eaglejax.drafts.base import Bound, Proposer
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.jsonl import parse_object, read_lines
@@ -24,7 +32,7 @@ from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import Request, check_request
 from eaglejax.train.decode import decode_requests
 from eaglejax.train.features import fingerprint
-from eaglejax.train.samples import prompt_digest, read_messages
+from eaglejax.train.samples import answered, prompt_digest
 from eaglejax.train.writing import end_line, split_lines
 
 _BEGINNING = b'{"id": '
@@ -33,19 +41,27 @@ _BEGINNING = b'{"id": '
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One row: the conversation up to its first question, and the user turns that are asked one after the
-    other, each on top of the target's own earlier answers."""
+    """One row: what is asked, one question after the other.
+
+    ``asks``: per question the messages that come before its answer and behind the answer before.
+    ``recorded``: the answer that the next question stands behind, None for the target's own. ``variables``:
+    what the chat template reads beside the messages.
+    """
 
     id: str
-    opening: tuple[Mapping[str, Any], ...]
-    turns: tuple[str, ...]
+    asks: tuple[tuple[Message, ...], ...]
+    recorded: tuple[Message | None, ...]
+    variables: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class RegenerateOptions:
     """``temperature``, ``top_p``, ``top_k``: of the answers (0: greedy). ``max_new_tokens``: of one answer;
-    ``max_prompt_tokens``: longer prompts are left out. ``turns``: most questions asked of one row.
-    ``batch_size``: rows decoded together. ``seed``: another one gives other samples."""
+    ``max_prompt_tokens``: longer prompts are left out. ``turns``: most questions asked of one row on top
+    of the target's own answers.
+    ``batch_size``: rows decoded together. ``seed``: another one gives other samples.
+    ``chat_template_kwargs``: what the chat template reads where a row does not say. Raises ConfigError and
+    RequestError."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -55,8 +71,10 @@ class RegenerateOptions:
     turns: int = 1
     batch_size: int = 8
     seed: int = 0
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        template_variables(self.chat_template_kwargs)
         for name in ("max_new_tokens", "max_prompt_tokens", "turns", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -74,8 +92,11 @@ class Counts:
 
 
 def read_prompt_rows(path: str | Path) -> Iterator[Prompt | str]:
-    """Rows of a JSON Lines file: ``turns``, ``prompt``, ``messages`` or ``conversations`` (whose user turns
-    are asked again; answers in them are not used). A bad row comes as the text of its error. Raises
+    """Rows of a JSON Lines file: ``turns``, ``prompt``, ``messages`` or ``conversations``, perhaps with
+    ``tools``, ``documents`` and ``chat_template_kwargs``.
+
+    User turns are asked again, and answers in the row not used; in a conversation with tool calls every
+    answer is asked for behind the conversation as it stands. A bad row comes as the text of its error. Raises
     ConfigError for a file that cannot be read or holds no row."""
     number = 0
     for number, line in read_lines(path):
@@ -97,18 +118,51 @@ def _prompt(row: Mapping[str, Any], number: int) -> Prompt:
         name.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(f"its id is no valid Unicode: {name!a}") from error
-    messages = row.get("messages", row.get("conversations"))
-    opening: list[Mapping[str, Any]] = []
-    if messages is not None:
-        known = read_messages(messages)
-        opening.extend([m for m in known if m["role"] == "system"][:1])
-        turns = [m["content"] for m in known if m["role"] == "user"]
-    else:
-        turns = [row["prompt"]] if "prompt" in row else row.get("turns", [])
-    turns = row.get("turns", turns)
+    field = next((f for f in ("messages", "conversations") if f in row), None)
+    if field is not None and "turns" not in row:
+        conversation = read_row(row, field)
+        return _recorded(name, conversation) if conversation.asks_tools else _asked_again(name, conversation)
+    turns = row.get("turns", [row["prompt"]] if "prompt" in row else [])
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
         raise RequestError("a row needs turns, prompt, messages or conversations with at least one question")
-    return Prompt(name, tuple(opening), tuple(turns))
+    messages = [] if field is None else [m for m in read_messages(row[field]) if m["role"] == "system"][:1]
+    messages += [{"role": "user", "content": turn} for turn in turns]
+    return _asked_again(name, Conversation(tuple(messages), row_variables(row)))
+
+
+def _asked_again(name: str, conversation: Conversation) -> Prompt:
+    """Every user turn is a question, behind the target's own answers; those in the row are not used."""
+    asks: list[tuple[Message, ...]] = []
+    before: list[Message] = []
+    for message in conversation.messages:
+        if message["role"] == "assistant":
+            continue
+        before.append(message)
+        if message["role"] == "user":
+            asks.append(tuple(before))
+            before = []
+    if not asks:
+        raise RequestError("a row needs at least one question; this conversation has no user turn")
+    return Prompt(name, tuple(asks), (None,) * len(asks), conversation.variables)
+
+
+def _recorded(name: str, conversation: Conversation) -> Prompt:
+    """A conversation with tools: what a tool answered belongs to the call on record, so every assistant turn
+    is asked for behind the conversation as it stands, and one that waits for an answer at its end."""
+    asks: list[tuple[Message, ...]] = []
+    recorded: list[Message | None] = []
+    before: list[Message] = []
+    for message in answered(conversation).messages:
+        if message["role"] == "assistant":
+            asks.append(tuple(before))
+            recorded.append(message)
+            before = []
+        else:
+            before.append(message)
+    if before:
+        asks.append(tuple(before))
+        recorded.append(None)
+    return Prompt(name, tuple(asks), tuple(recorded), conversation.variables)
 
 
 def regenerate(
@@ -205,16 +259,18 @@ def _answer(
     advance: Callable[[int, int], None],
 ) -> None:
     """Answer one batch of rows, question by question."""
-    talks = [list(p.opening) for p in group]
+    talks = [Conversation((), {**options.chat_template_kwargs, **p.variables}) for p in group]
     alive, first = list(range(len(group))), dict[int, str]()
-    for turn in range(options.turns):
+    # Questions behind a recorded conversation do not wait for each other's answers.
+    asked_of = [len(p.asks) if any(p.recorded) else min(len(p.asks), options.turns) for p in group]
+    for turn in range(max(asked_of)):
         asked: list[tuple[int, tuple[int, ...], str]] = []
         for n in alive:
-            if turn >= len(group[n].turns):
+            if turn >= asked_of[n]:
                 continue
-            talks[n].append({"role": "user", "content": group[n].turns[turn]})
+            talks[n] = talks[n].then(*group[n].asks[turn])
             try:
-                ids = tuple(target.need_tokenizer().apply_chat_template(talks[n]))
+                ids = tuple(target.need_tokenizer().encode_conversation(talks[n]))
                 if len(ids) > options.max_prompt_tokens:
                     counts.too_long += 1
                     continue
@@ -252,10 +308,14 @@ def _answer(
                 _append(file, _line(row))
                 counts.written += 1
                 advance(1, len(result.token_ids))
-        alive = [n for n, _, key in asked if key in known and known[key]["finish_reason"] == "stop"]
+        alive = []
         for n, _, key in asked:
-            if n in alive:
-                talks[n].append({"role": "assistant", "content": known[key]["text"]})
+            answer = group[n].recorded[turn]
+            if answer is None and key in known and known[key]["finish_reason"] == "stop":
+                answer = {"role": "assistant", "content": known[key]["text"]}
+            if answer is not None:
+                alive.append(n)
+                talks[n] = talks[n].then(answer)
 
 
 def _key(ids: Sequence[int], options: RegenerateOptions, model: str) -> str:

@@ -3,17 +3,19 @@
 For each assistant turn the template is rendered twice: the history with the generation prompt (what serving
 sends) and the history with the answer. What the second has more is the answer. No pattern is searched in the
 text, so no template needs registering, and training rows are exactly the ids of serving followed by the ids
-of the answer.
+of the answer. Where no such row can be made (the generation prompt opens a reasoning block that the rendered
+answer lacks, say), there is none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from eaglejax.checkpoint.tokenizer import Tokenizer
+from eaglejax.conversation import Conversation
 from eaglejax.errors import RequestError
 
 _MARK = "\ue000answer\ue001"
@@ -28,27 +30,24 @@ class Rendered:
     supervised: list[bool]
 
 
-def render_conversation(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Any = None,
-    **variables: Any,
-) -> list[Rendered]:
+class NotServed(RequestError):
+    """An answer stands behind another context than the one that serving would send."""
+
+
+def render_conversation(tokenizer: Tokenizer, conversation: Conversation) -> list[Rendered]:
     """The training rows of a conversation.
 
     One row with every assistant turn supervised where each turn's rendering is the beginning of the next
     one's; else one row a turn, since the template rewrites history (drops earlier reasoning, say) and a joint
     row would hold texts that serving never sees. A turn's end token is supervised, what the template puts
     behind it is not. Raises RequestError when the template rejects it, when there is no
-    assistant turn, or when an answer cannot be found behind its prompt.
+    assistant turn, or when an answer cannot be found behind its prompt; NotServed when a row would not begin
+    with the ids that serving sends.
     """
-    turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+    turns = [n for n, m in enumerate(conversation.messages) if m["role"] == "assistant"]
     if not turns:
         raise RequestError("nothing is supervised; the conversation has no assistant turn")
-    if tools is not None:
-        variables["tools"] = tools
-    rows = [_turn(tokenizer, messages, n, variables) for n in turns]
+    rows = [_turn(tokenizer, conversation, n) for n in turns]
     for earlier, later in itertools.pairwise(rows):
         if later.ids[: len(earlier.ids)] != earlier.ids:
             return rows
@@ -59,34 +58,27 @@ def render_conversation(
     return [Rendered(rows[-1].ids, supervised)]
 
 
-def _turn(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    turn: int,
-    variables: Mapping[str, Any],
-) -> Rendered:
+def _turn(tokenizer: Tokenizer, conversation: Conversation, turn: int) -> Rendered:
     """The row that ends with the answer ``messages[turn]``, only that answer supervised."""
-    prompt = tokenizer.render_chat(messages[:turn], add_generation_prompt=True, **variables)
-    whole = tokenizer.render_chat(messages[: turn + 1], add_generation_prompt=False, **variables)
-    served = prompt
+    message = conversation.messages[turn]
+    prompt = tokenizer.render(conversation.first(turn))
+    whole = tokenizer.render(conversation.first(turn + 1), add_generation_prompt=False)
     if not whole.startswith(prompt):
-        history = tokenizer.render_chat(messages[:turn], add_generation_prompt=False, **variables)
-        if not whole.startswith(history):
-            raise RequestError(
-                f"the template renders the history of turn {turn} differently once it is "
-                "answered, so that the answer cannot be told from the prompt"
-            )
-        prompt = _common(prompt, whole)
-    answer = str(messages[turn]["content"])
+        raise NotServed(
+            f"the template renders turn {turn} behind another text than serving sends, which ends in "
+            f"{prompt[-24:]!r}; let the target answer such prompts (`eaglejax regenerate`)"
+        )
+    answer = message["content"]
     at = len(prompt)
-    if answer.strip() and not (messages[turn].get("reasoning_content") or messages[turn].get("tool_calls")):
+    if answer.strip() and not (message.get("reasoning_content") or message.get("tool_calls")):
         # What a template writes in front of the answer (an empty reasoning block, say) is not the target's.
-        opening = _opening(tokenizer, messages, turn, prompt, whole, variables)
+        opening = _opening(tokenizer, conversation, turn, prompt, whole)
         # Templates may trim it.
         at = whole.find(answer if answer in whole[opening:] else answer.strip(), opening)
     if at < 0:
         raise RequestError(f"the template changes the text of turn {turn}; its answer is not found")
-    ids, before = (_encode(tokenizer, text, served) for text in (whole, whole[:at]))
+    served = tokenizer.encode(prompt, special=False)
+    ids, before = (_encode(tokenizer, text, prompt, served) for text in (whole, whole[:at]))
     start = len(_common(before, ids))
     end = _end(ids, start, tokenizer.eos_ids)
     if end == start:
@@ -94,34 +86,34 @@ def _turn(
     return Rendered(ids[:end], [start <= n < end for n in range(end)])
 
 
-def _encode(tokenizer: Tokenizer, text: str, served: str) -> list[int]:
-    """Ids of ``text``, beginning with those of ``served``, as serving sends them, where it begins with that.
+def _encode(tokenizer: Tokenizer, text: str, prompt: str, served: list[int]) -> list[int]:
+    """Ids of ``text``, which begins with ``prompt``, beginning with the ids ``served`` of that.
 
-    Encoded together, what follows may merge with it (line ends do). Where a tokenizer cannot go on with the
-    rest of a text, which decoding shows, the ids are those of both together.
+    Encoded together, what follows may merge with it (line ends do), so that the two are put together from
+    their own ids. Raises NotServed where that is another text.
     """
     ids = tokenizer.encode(text, special=False)
-    if not text.startswith(served):
+    if ids[: len(served)] == served:
         return ids
-    front = tokenizer.encode(served, special=False)
-    if ids[: len(front)] == front:
-        return ids
-    apart = front + tokenizer.encode(text[len(served) :], special=False)
-    return apart if tokenizer.decode(apart) == tokenizer.decode(ids) else ids
+    rest = text[len(prompt) :]
+    # Some tokenizers put a space before a text; behind a line end there is none.
+    line, both = (tokenizer.encode(t, special=False) for t in ("\n", "\n" + rest))
+    candidates = [tokenizer.encode(rest, special=False)]
+    if both[: len(line)] == line:
+        candidates.append(both[len(line) :])
+    for behind in candidates:
+        if tokenizer.decode(served + behind) == tokenizer.decode(ids):
+            return served + behind
+    raise NotServed(
+        f"the tokenizer cannot go on from the prompt that serving sends, which ends in {prompt[-24:]!r}"
+    )
 
 
-def _opening(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    turn: int,
-    prompt: str,
-    whole: str,
-    variables: Mapping[str, Any],
-) -> int:
+def _opening(tokenizer: Tokenizer, conversation: Conversation, turn: int, prompt: str, whole: str) -> int:
     """Characters of ``whole`` in front of the answer. An answer such as "think" may occur in what the
     template itself writes there, so a text that occurs nowhere is rendered in its place."""
-    marked = [*messages[:turn], {**messages[turn], "content": _MARK}]
-    found = tokenizer.render_chat(marked, add_generation_prompt=False, **variables)
+    marked = {**conversation.messages[turn], "content": _MARK}
+    found = tokenizer.render(conversation.first(turn).then(marked), add_generation_prompt=False)
     before, mark, _ = found.partition(_MARK)
     return max(len(prompt), len(before)) if mark and whole.startswith(before) else len(prompt)
 

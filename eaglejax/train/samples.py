@@ -1,8 +1,9 @@
 """Training texts as token ids with a mark on every token that the target wrote.
 
 A row of a JSON Lines file is one of: pretokenised (``prompt_ids`` and ``completion_ids``, as ``eaglejax
-regenerate`` writes, or ``input_ids`` and ``loss_mask``); a conversation (``messages`` or ``conversations``,
-entries with role/content or ShareGPT's from/value). Ids are best: they are exactly what the target produced.
+regenerate`` writes, or ``input_ids`` and ``loss_mask``); a conversation (``messages`` or ``conversations``
+with the ``tools``, ``documents`` and ``chat_template_kwargs`` beside it; see ``eaglejax.conversation``). Ids
+are best: they are exactly what the target produced.
 """
 
 from __future__ import annotations
@@ -18,24 +19,13 @@ from typing import Any
 import numpy as np
 
 from eaglejax.checkpoint.tokenizer import Tokenizer
+from eaglejax.conversation import Conversation, read_row
 from eaglejax.errors import ConfigError, RequestError
-from eaglejax.jsonl import parse_json, parse_object, read_lines
-from eaglejax.train.render import render_conversation
+from eaglejax.jsonl import parse_object, read_lines
+from eaglejax.train.render import NotServed, render_conversation
 
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
-"""Names of roles in published data, with the name that chat templates know."""
+NOT_SERVED = "an answer stands behind another context than serving sends"
+"""Why rows are left out whose template renders an answered conversation and a prompt differently."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,7 +130,8 @@ def read_samples(
             found = samples_of_row(_named_object(line, name), tokenizer, name=name, vocab_size=vocab_size)
         except RequestError as error:
             first_error = first_error or error
-            report.drop("the row cannot be used", str(error))
+            served = not isinstance(error, NotServed)
+            report.drop("the row cannot be used" if served else NOT_SERVED, str(error))
             continue
         samples.extend(found)
     if not samples:
@@ -170,10 +161,9 @@ def samples_of_row(
     for field in ("messages", "conversations"):
         if field in row:
             try:
-                messages, tools = read_messages(row[field]), _tools(row)
-                rendered = render_conversation(tokenizer, messages, tools=tools)
+                rendered = render_conversation(tokenizer, answered(read_row(row, field)))
             except RequestError as error:
-                raise RequestError(f"{name}: {error}") from error
+                raise type(error)(f"{name}: {error}") from error
             first, *later = [make_sample(r.ids, r.supervised, name, vocab_size) for r in rendered]
             return [first, *(dataclasses.replace(s, conversation=first.group) for s in later)]
     raise RequestError(
@@ -182,28 +172,12 @@ def samples_of_row(
     )
 
 
-def read_messages(value: Any) -> list[dict[str, Any]]:
-    """A conversation in either spelling, with the roles that templates know, from its first user turn on.
-
-    A system message in front is kept; assistant turns before the first user turn are dropped (they answer
-    nothing). Raises RequestError for unknown roles and for contents that are no text.
-    """
-    if not isinstance(value, list) or not value:
-        raise RequestError("a conversation is a non-empty list of messages")
-    out: list[dict[str, Any]] = []
-    for n, entry in enumerate(value):
-        if not isinstance(entry, Mapping):
-            raise RequestError(f"message {n} is no object")
-        role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
-        if not isinstance(role, str) or role not in ROLES:
-            raise RequestError(f"message {n} has role {role!r}; known are {', '.join(sorted(ROLES))}")
-        if not isinstance(content, str):
-            raise RequestError(f"the content of message {n} is no text")
-        extra = {k: v for k, v in entry.items() if k in ("reasoning_content", "tool_calls", "name")}
-        if ROLES[role] == "assistant" and not any(m["role"] == "user" for m in out):
-            continue
-        out.append({"role": ROLES[role], "content": content, **extra})
-    return out
+def answered(conversation: Conversation) -> Conversation:
+    """The conversation without assistant turns before its first user turn, which answer nothing."""
+    messages = conversation.messages
+    first = next((n for n, m in enumerate(messages) if m["role"] == "user"), len(messages))
+    kept = [m for n, m in enumerate(messages) if n > first or m["role"] != "assistant"]
+    return dataclasses.replace(conversation, messages=tuple(kept))
 
 
 def preview(sample: Sample, tokenizer: Tokenizer, width: int = 4000) -> Any:
@@ -221,16 +195,6 @@ def preview(sample: Sample, tokenizer: Tokenizer, width: int = 4000) -> Any:
         text.append(piece, style="bold green" if sample.supervised[run[0]] else "dim")
     text.truncate(width)
     return text
-
-
-def _tools(row: Mapping[str, Any]) -> Any:
-    tools = row.get("tools")
-    if not isinstance(tools, str):
-        return tools
-    try:
-        return parse_json(tools)
-    except RequestError as error:
-        raise RequestError(f"its tools are {error}") from error
 
 
 def _ids(row: Mapping[str, Any], field: str, name: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import gguf_export
 import hf_export
@@ -72,6 +73,24 @@ def test_the_default_is_bfloat16(gguf_path):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(target.params)} == {"bfloat16"}
     assert target.nbytes == 2 * sum(leaf.size for leaf in jax.tree.leaves(target.params))
     assert target.name == str(gguf_path)
+
+
+def test_a_model_without_an_end_is_told_and_can_be_given_one(folder):
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        values = json.loads((folder / name).read_text())
+        values |= {"eos_token_id": None, "eos_token": "</unknown>"}
+        (folder / name).write_text(json.dumps(values))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.warns(UserWarning, match=r"does not know, '</unknown>': nothing ends turns"):
+        assert load_target(folder).eos_ids == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target = load_target(folder, eos="<|im_end|>")
+        assert load_target(folder, eos=[target.eos_ids[0]]).eos_ids == target.eos_ids
+    assert target.tokenizer.decode(target.eos_ids) == "<|im_end|>"
+    assert target.tokenizer.eos_ids == target.eos_ids
+    with pytest.raises(ConfigError, match="eos names '</s>'"):
+        load_target(folder, eos=["</s>"])
 
 
 def test_a_resolved_source_is_taken_as_it_is(gguf_path):

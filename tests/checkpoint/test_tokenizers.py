@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tracemalloc
@@ -15,7 +16,8 @@ import transformers
 from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.checkpoint.gguf.tokenizer import SPLITS, tokenizer_from_metadata
 from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
-from eaglejax.errors import CheckpointError, RequestError
+from eaglejax.conversation import Conversation
+from eaglejax.errors import CheckpointError, ConfigError, RequestError
 
 TEXTS = [
     "hello world 1234",
@@ -299,6 +301,56 @@ class TestFolders:
         want = fast.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
         assert tokenizer.apply_chat_template(MESSAGES) == want
 
+    @pytest.mark.parametrize("as_object", [False, True])
+    @pytest.mark.parametrize("decoder", [False, True])
+    def test_named_tokens_in_special_tokens_map_alone(self, tmp_path, as_object, decoder):
+        """As older folders have them; read where transformers reads them."""
+        folder, _ = save_folder(tmp_path)
+        settings = folder / "tokenizer_config.json"
+        values = json.loads(settings.read_text())
+        named = {key: values.pop(key) for key in ("bos_token", "eos_token")}
+        if decoder:
+            values["added_tokens_decoder"] = {}
+        settings.write_text(json.dumps(values | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+        if as_object:
+            named = {key: {"content": text, "lstrip": False} for key, text in named.items()}
+        (folder / "special_tokens_map.json").write_text(json.dumps(named))
+        template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+        (folder / "chat_template.jinja").write_text(template)
+        fast = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
+        want = fast.apply_chat_template(MESSAGES, tokenize=False)
+        assert tokenizer.render_chat(MESSAGES) == want
+        assert want.startswith("<|endoftext|>") != decoder
+        assert tokenizer.bos_id == fast.bos_token_id
+        end = tokenizer.backend.token_to_id("<|im_end|>")
+        assert tokenizer.eos_ids == (end,)
+        assert fast.eos_token_id == (None if decoder else end)
+
+    @pytest.mark.parametrize("eos", [None, "</unknown>", {"content": None}, 7])
+    def test_an_end_that_nobody_knows(self, tmp_path, eos):
+        folder, _ = save_folder(tmp_path, eos_token_id=None)
+        settings = folder / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": eos}))
+        (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer.eos_ids == ()
+        end = tokenizer.backend.token_to_id("<|im_end|>")
+        assert tokenizer.with_eos(["<|im_end|>", 5]).eos_ids == (5, end)
+        for wrong in ("</unknown>", -1, 10**6, True, 1.5):
+            with pytest.raises(ConfigError, match="eos names"):
+                tokenizer.with_eos([wrong])
+
+    @pytest.mark.parametrize("eos", ["7", True, [1, "2"], 1.5, {"a": 1}])
+    def test_an_end_that_is_no_id(self, tmp_path, eos):
+        folder, _ = save_folder(tmp_path, eos_token_id=eos)
+        with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id is"):
+            load_tokenizer(folder)
+
+    def test_ends_in_the_text_part_of_a_configuration(self, tmp_path):
+        folder, fast = save_folder(tmp_path, text_config={"eos_token_id": [7, -1]})
+        assert load_tokenizer(folder).eos_ids == (7, fast.eos_token_id)
+
     def test_a_template_in_a_file_of_its_own_wins(self, tmp_path):
         folder, _ = save_folder(tmp_path)
         (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
@@ -386,6 +438,25 @@ class TestChatTemplates:
                 messages, add_generation_prompt=prompt, tokenize=False, **variables
             )
             assert tokenizer.render_chat(messages, add_generation_prompt=prompt, **variables) == want
+
+    def test_every_door_reads_contents_and_fields_alike(self):
+        tokenizer = self.make(
+            "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}:{{ m.tool_call_id }};"
+            "{% endfor %}{% if think is defined and not think %}quick{% endif %}"
+        )
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        messages = [
+            {"role": "user", "content": parts},
+            {"role": "tool", "content": None, "tool_call_id": "7"},
+        ]
+        want = '[{"n": 1}]user:ab:;tool::7;quick'
+        assert tokenizer.render_chat(messages, tools=[{"n": 1}], think=False) == want
+        talk = Conversation(tuple(messages), {"tools": [{"n": 1}], "think": False})
+        assert tokenizer.render(talk) == want
+        with pytest.raises(RequestError, match="'image'"):
+            tokenizer.render_chat([{"role": "user", "content": [{"type": "image"}]}])
+        with pytest.raises(RequestError, match=r"does not read 'thnik'; it reads think, tools"):
+            tokenizer.render(dataclasses.replace(talk, variables={"thnik": False}))
 
     def make(self, template) -> Tokenizer:
         return Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), (), chat_template=template)

@@ -1,5 +1,6 @@
 """``eaglejax generate`` on a tiny model: what is printed, and that every option does something."""
 
+import io
 import json
 
 import pytest
@@ -21,6 +22,7 @@ STATS = {
     "ttft_ms",
     "tpot_ms",
 }
+TALK = [{"role": "system", "content": "own"}, {"role": "user", "content": "hello"}]
 F32 = ["--dtype", "float32"]
 
 
@@ -152,6 +154,56 @@ def test_the_option_changes_the_text(answers, option):
         for extra in CHANGES[option]
     )
     assert with_it["token_ids"] != without["token_ids"]
+
+
+def test_the_command_has_what_the_function_has(answers, model, rows_file):
+    """Every option of sampling and stopping, a row's own stop token, and the standard input as a file."""
+    target = ej.load_target(model, dtype="float32")
+    sampling = ej.Sampling(
+        temperature=3.0,
+        min_p=0.01,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias={65: 9.0, 66: float("-inf")},
+        seed=3,
+    )
+    options = ["--temperature", 3, "--min-p", 0.01, "--repetition-penalty", 1.5, "--presence-penalty", 0.5]
+    options += ["--frequency-penalty", 0.25, "--logit-bias", '{"65": 9, "66": "-inf"}', "--seed", 3]
+    expected = ej.generate(target, "a prompt", sampling=sampling, logprobs=True, max_new_tokens=8)
+    value = one(answers("--prompt", "a prompt", *options, "--logprobs"))
+    assert value["token_ids"] == expected.token_ids
+    assert value["logprobs"] == expected.logprobs
+    token = expected.token_ids[3]
+    cut = expected.token_ids[: expected.token_ids.index(token) + 1]
+    asked = rows_file({"prompt": "a prompt"}, {"prompt": "a prompt", "stop_token_ids": [token]})
+    first, second = answers("--prompts", asked, *options, "--logprobs")[0]
+    assert (first["token_ids"], first["finish_reason"]) == (expected.token_ids, expected.finish_reason)
+    assert (second["token_ids"], second["finish_reason"]) == (cut, "stop")
+    text = target.tokenizer.decode([token])
+    for stop in (["--stop-token-ids", token], ["--eos", token]):
+        value = one(answers("--prompt", "a prompt", *options, "--logprobs", *stop))
+        assert (value["token_ids"], value["finish_reason"]) == (cut, "stop")
+    value = one(answers("--prompt", "a prompt", *options, "--logprobs", "--stop", "never", text))
+    assert value["text"] == expected.text[: expected.text.index(text)]
+
+
+def test_conversations_from_the_standard_input(answers, run, model, monkeypatch, rows_file):
+    rows = rows_file({"id": "t", "turns": ["first", "second"]}, {"id": "m", "messages": TALK})
+    values = answers("--prompts", rows, "--system", "S")[0]
+    asked = [{"role": "system", "content": "S"}, {"role": "user", "content": "first"}]
+    target = ej.load_target(model, dtype="float32")
+    plain = ej.generate(target, asked, max_new_tokens=8)
+    assert values[0]["turns"][0]["token_ids"] == plain.token_ids
+    assert values[1]["token_ids"] == ej.generate(target, TALK, max_new_tokens=8).token_ids
+    with rows.open("rb") as file:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(file))
+        arguments = ["--target", model, *F32, "--max-new-tokens", 8, "--prompts", "-", "--system", "S"]
+        status, out, _ = run("generate", *arguments)
+    assert status == 0
+    texts = [turn["text"] for turn in values[0]["turns"]]
+    whole = f"[t, turn 1]\n{texts[0]}\n\n[t, turn 2]\n{texts[1]}\n\n[m]\n{values[1]['text']}\n\n"
+    assert out == whole
 
 
 def test_a_seed_repeats_its_text_and_none_does_not(answers):

@@ -89,6 +89,37 @@ def test_settings_reach_the_proposer(drafts, model):
 
 
 @pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        *[(n, "eagle3") for n in ("EAGLE-3", "Eagle3", "eagle_3", "EAGLE3")],
+        *[("EAGLE-1", "eagle1"), ("Eagle", "eagle"), ("AR", "ar"), ("N-Gram", "ngram"), ("NGRAM", "ngram")],
+        *[("ngram_gpu", "ngram"), ("[ngram]", "ngram"), ("Draft-Model", "draft_model")],
+        *[("STANDALONE", "draft_model"), ("prompt lookup", "ngram")],
+    ],
+)
+def test_names_of_methods_in_any_spelling(drafts, model, written, name):
+    assert methods.method_name(written) == name
+    draft = drafts["eagle1" if name == "eagle1" else "eagle3"] if name.startswith("eagle") else None
+    model_ = model if name == "draft_model" else draft
+    text = json.dumps({"method": written} | ({"model": model_} if model_ else {}))
+    assert methods.speculation(text).method == name
+    assert methods.speculation(None, method=written, draft=model_).method == name
+    assert methods.speculation(text, method=name.upper()).model == model_
+    with pytest.raises(ConfigError, match="method 'magic' is not known"):
+        methods.speculation('{"method": "magic"}')
+
+
+def test_a_draft_is_loaded_by_any_spelling_of_its_version(drafts, model):
+    target = ej.load_target(model, dtype="float32")
+    bound = ej.load_draft(drafts["eagle3"], target, method="EAGLE-3")
+    assert bound.proposer.config.version == 3
+    with pytest.raises(ConfigError, match="cannot run as EAGLE-1"):
+        ej.load_draft(drafts["eagle3"], target, method="EAGLE-1")
+    with pytest.raises(ConfigError, match="method 'magic' is not known"):
+        ej.load_draft(drafts["eagle3"], target, method="magic")
+
+
+@pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"tree_depth": 0}, "depth is 0"),

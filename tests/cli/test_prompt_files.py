@@ -5,7 +5,8 @@ import json
 import pytest
 
 from eaglejax.config import BadRow, PromptRow, SpeculativeConfig, parse_speculative_config, read_prompts
-from eaglejax.errors import ConfigError
+from eaglejax.conversation import Conversation, read_messages
+from eaglejax.errors import ConfigError, RequestError
 
 
 def test_every_kind_of_row(rows_file):
@@ -19,15 +20,97 @@ def test_every_kind_of_row(rows_file):
         )
     )
     assert [r.id for r in rows] == ["a", 3, 7]
-    assert rows[0].request(["1"], chat=False) == [
+    assert rows[0].request(["1"], chat=False).messages == (
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "1"},
         {"role": "user", "content": "two"},
-    ]
+    )
     assert rows[0].count == 2
     assert rows[1].request([], chat=False) == "text with \u2028 inside"
-    assert rows[1].request([], chat=True) == [{"role": "user", "content": "text with \u2028 inside"}]
-    assert rows[2].request([], chat=False) == talk
+    assert rows[1].request([], chat=True).messages == (
+        {"role": "user", "content": "text with \u2028 inside"},
+    )
+    assert list(rows[2].request([], chat=False).messages) == talk
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+
+
+def test_rows_keep_what_the_chat_template_may_read(rows_file):
+    told = {"role": "tool", "tool_call_id": "1", "name": "f", "content": [{"type": "text", "text": "a"}]}
+    talk = [{"role": "user", "content": "u", "x": [1]}, CALL, told]
+    fields = {
+        "tools": json.dumps(TOOLS),
+        "documents": [{"text": "d"}],
+        "chat_template_kwargs": {"think": False},
+    }
+    messages, shared, turns, prompt = read_prompts(
+        rows_file(
+            {"messages": talk} | fields,
+            {"conversations": [{"from": "human", "value": "u"}]} | fields,
+            {"turns": ["u"], "tools": []} | {"chat_template_kwargs": {"think": False}},
+            {"prompt": "u"} | fields,
+        )
+    )
+    variables = {"tools": TOOLS, "documents": [{"text": "d"}], "think": False}
+    asked = messages.request([], chat=False)
+    assert asked.variables == variables
+    assert list(asked.messages) == [talk[0], CALL | {"content": ""}, told | {"content": "a"}]
+    assert shared.request([], chat=False) == Conversation(({"role": "user", "content": "u"},), variables)
+    assert turns.request([], chat=False).variables == {"think": False}
+    assert prompt.request([], chat=True).variables == variables
+    with pytest.raises(RequestError, match=r"tools, documents, think beside a plain prompt"):
+        prompt.request([], chat=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, ""),
+        ("a", "a"),
+        ([], ""),
+        ([{"type": "text", "text": "a "}, {"type": "text", "text": "b", "cache_control": {}}], "a b"),
+    ],
+)
+def test_contents_are_texts_whatever_their_form(content, text):
+    assert read_messages([{"role": "user", "content": content}])[0]["content"] == text
+    assert read_messages([{"from": "human", "value": content}])[0] == {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),
+        ({"role": "user", "content": [{"type": "text"}]}, "text part 0"),
+        ({"role": "user", "content": [{"text": "a"}]}, "part 0 is an object"),
+        ({"role": "user", "content": 5}, "no text, but a number"),
+        ({"role": "user", "content": {"a": 1}}, "no text, but an object"),
+        ({"role": "user", "content": b"a"}, "no text, but of type bytes"),
+        ({"role": "wizard", "content": "a"}, "role 'wizard'"),
+        ({"role": "assistant"}, "message 0 \\(assistant\\) has no 'content'"),
+    ],
+)
+def test_messages_that_cannot_be_are_refused_by_name(message, reason):
+    with pytest.raises(RequestError, match=reason):
+        read_messages([message])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tools": {"a": 1}}, "tools are a list of objects"),
+        ({"tools": "[1]"}, "tools are a list of objects"),
+        ({"documents": "{"}, "documents are not valid JSON"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs is an object"),
+        ({"chat_template_kwargs": {"messages": []}}, "'messages', which is no variable"),
+        ({"tools": TOOLS, "chat_template_kwargs": {"tools": TOOLS}}, "'tools' is given twice"),
+    ],
+)
+def test_fields_for_the_template_that_cannot_be_cost_their_row(rows_file, fields, reason):
+    for row in ({"prompt": "a"}, {"turns": ["a"]}, {"messages": [{"role": "user", "content": "a"}]}):
+        (bad,) = read_prompts(rows_file(row | fields))
+        assert reason in bad.error
 
 
 def test_crlf_and_byte_order_mark_are_no_content(rows_file):

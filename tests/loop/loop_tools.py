@@ -152,6 +152,7 @@ def decode(
     samplings: Sampling | Sequence[Sampling] = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
     stop: tuple[str, ...] = (),
+    ends: tuple[int, ...] = (),
     batch: int = BATCH,
     **options: Any,
 ) -> list[Generation]:
@@ -167,7 +168,7 @@ def decode(
         proposer,
         None if isinstance(draft_params, Predicted) else draft_params,
         [
-            Request(tuple(p), s, n, stop, g)
+            Request(tuple(p), s, n, stop, g, ends)
             for p, s, n, g in zip(starts, samplings, limits, guesses[:many], strict=True)
         ],
         batch=batch,

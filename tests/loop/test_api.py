@@ -51,11 +51,24 @@ def test_one_bad_prompt_does_not_cost_the_others() -> None:
         ({"sampling": [ej.Sampling()] * 2}, "2 entries for 1 prompts"),
         ({"predictions": [[1, 2]]}, "does not use them"),
         ({"stop": ["x"]}, "tokenizer"),
+        ({"stop_token_ids": 7}, "stop_token_ids is 7"),
+        ({"stop_token_ids": [[1], [2]]}, "one list for each prompt"),
+        ({"chat_template_kwargs": "think"}, "chat_template_kwargs has 5 entries"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         ej.generate(tiny_target(), [[1, 2, 3]], max_new_tokens=2, **options)
+
+
+def test_every_prompt_has_stop_tokens_of_its_own() -> None:
+    plain = generate([[1, 2, 3], [1, 2, 3]])
+    token = plain[0].token_ids[1]
+    first, second = generate([[1, 2, 3], [1, 2, 3]], stop_token_ids=[[token], []])
+    at = plain[0].token_ids.index(token) + 1
+    assert (first.token_ids, first.finish_reason) == (plain[0].token_ids[:at], "stop")
+    assert second.token_ids == plain[1].token_ids
+    assert generate([[1, 2, 3]], stop_token_ids=[token])[0].token_ids == first.token_ids
 
 
 @pytest.mark.parametrize("given", [7, {"role": "user"}, [[True, False]], [[1.5]], [{"role": 1}], "text"])

@@ -221,6 +221,51 @@ def test_a_stop_string_before_an_unfinished_character_ends_the_text() -> None:
     assert (stream.text, stream.kept_tokens()) == ("abc!", 2)
 
 
+MARKED = (b"ab", b"<|x|>", b"cd", b"<|y|>", "\u6f22".encode()[:1], "\u6f22".encode()[1:])
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text", "kept"),
+    [
+        # The control token itself, in the middle and at the beginning of a stop string, and beside another.
+        ("<|x|>", (0, 3, 2, 1), "abcd", 3),
+        ("b<|x|>c", (0, 1, 2), "a", 1),
+        ("<|x|>cd", (0, 1, 2), "ab", 1),
+        ("<|y|><|x|>", (0, 3, 1), "ab", 1),
+        ("<|x|>", (0, 4, 1), "ab\ufffd", 2),
+        ("x|", (0, 2, 0), None, 3),
+        ("<|x|>", (0, 3, 4, 5), None, 4),
+    ],
+)
+def test_a_stop_string_may_spell_control_tokens(
+    stop: str, tokens: tuple[int, ...], text: str | None, kept: int
+) -> None:
+    stream = TextStream(PieceTokenizer(MARKED, frozenset({1, 3})), (stop,))
+    shown = ""
+    for n, token in enumerate(tokens):
+        ended = stream.push(token)
+        assert ended == (text is not None and n == len(tokens) - 1)
+        assert stream.safe_text.startswith(shown)
+        shown = stream.safe_text
+    words = PieceTokenizer(MARKED).decode([t for t in tokens if t not in (1, 3)])
+    assert stream.text == (words if text is None else text)
+    assert stream.text.startswith(shown)
+    assert stream.kept_tokens() == kept
+
+
+@pytest.mark.parametrize("name", ["ar", "chain_5"])
+def test_stop_tokens_end_a_text_as_its_end_does(name: str) -> None:
+    proposer, params = (CASES["ar"].proposer, None) if name == "ar" else accept_all(name)
+    for place in (0, 3, 4):
+        ends = (answers()[0][place], answers()[1][place + 2])
+        results = decode(proposer, params, prompts(), target=with_text(WORDS), ends=ends)
+        wanted = decode(proposer, params, prompts(), target=with_text(WORDS), eos=ends)
+        for result, want in zip(results, wanted, strict=True):
+            assert (result.text, result.token_ids) == (want.text, want.token_ids)
+            assert result.finish_reason == want.finish_reason
+            assert result.stats.num_tokens == want.stats.num_tokens
+
+
 def test_of_stop_strings_that_overlap_the_first_in_the_text_counts() -> None:
     stream = TextStream(PieceTokenizer((b"xab", b"cd")), ("d", "bc", "abcde"))
     assert [stream.push(t) for t in (0, 1)] == [False, True]

@@ -24,7 +24,16 @@ from eaglejax.train.curate import (
     windows,
 )
 from eaglejax.train.packing import assemble, batch_stream, pack
-from eaglejax.train.samples import Report, Sample, preview, prompt_digest, read_samples, samples_of_row
+from eaglejax.train.render import NotServed
+from eaglejax.train.samples import (
+    NOT_SERVED,
+    Report,
+    Sample,
+    preview,
+    prompt_digest,
+    read_samples,
+    samples_of_row,
+)
 from eaglejax.train.vocab import build_vocab_map, count_all, count_supervised, given_vocab_map
 
 
@@ -110,6 +119,72 @@ def test_an_answer_that_begins_with_line_ends_does_not_change_the_prompts_ids():
     first, second = samples_of_row({"messages": more}, tokenizer, name="row", vocab_size=VOCAB + 1)
     assert first.key == sample.key
     assert second.prompt.tolist() == tokenizer.apply_chat_template(more[:3])
+
+
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if documents %}{{ documents[0].text }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}{% if not m.tool_call_id %}{{ raise_exception('no id') }}{% endif %}"
+    "{{ m.name }} {{ m.tool_call_id }} {% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def test_a_row_keeps_every_field_that_the_template_reads():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"id": "abc", "function": {"name": "f"}}
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "f", "tool_call_id": "abc", "content": "7"},
+        {"role": "assistant", "content": "Seven."},
+    ]
+    tokenizer = tokenizer_with(WITH_TOOLS)
+    row = {"messages": talk, "documents": [{"text": "D"}]}
+    (sample,) = rows_of(row | {"tools": json.dumps(tools)}, tokenizer)
+    assert supervised_text(sample, tokenizer) == [f"{json.dumps(call)}<|im_end|>", "Seven.<|im_end|>"]
+    variables = {"tools": tools, "documents": row["documents"]}
+    assert sample.prompt.tolist() == tokenizer.apply_chat_template(talk[:1], **variables)
+    served = tokenizer.apply_chat_template(talk[:3], **variables)
+    assert sample.ids[: len(served)].tolist() == served
+    with pytest.raises(RequestError, match="does not read 'thinking'; it reads documents, enable_thinking"):
+        rows_of(row | {"chat_template_kwargs": {"thinking": True}}, tokenizer)
+
+
+OPENS_REASONING = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+EMPTY_REASONING = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+TRAILING_SPACE = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n{{ ' ' }}{% endif %}")
+
+
+@pytest.mark.parametrize("template", [OPENS_REASONING, EMPTY_REASONING, TRAILING_SPACE])
+def test_rows_behind_another_text_than_serving_sends_are_left_out_and_counted(tmp_path, template):
+    tokenizer = tokenizer_with(template)
+    asked = {"messages": CHAT}
+    with pytest.raises(NotServed, match=r"line 1.*another text than serving sends"):
+        rows_of(asked, tokenizer)
+    good = {"prompt_ids": tokenizer.apply_chat_template(CHAT[:2]), "completion_ids": [72, 262]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, [asked, good, asked])))
+    samples, report = read_samples(path, tokenizer, vocab_size=VOCAB)
+    assert len(samples) == 1
+    assert report.dropped == {NOT_SERVED: 2}
+
+
+def test_a_row_behind_an_opened_reasoning_block_begins_with_what_serving_sends():
+    """The form of published reasoning models whose answers are rendered with their reasoning."""
+    template = OPENS_REASONING.replace(
+        "{{ m.content }}", "{% if m.role == 'assistant' and loop.last %}<think>\n{% endif %}{{ m.content }}"
+    )
+    tokenizer = tokenizer_with(template)
+    answers = [{"role": "assistant", "content": f"so\n</think>\n\n{n}"} for n in range(2)]
+    rows = rows_of({"messages": [CHAT[1], answers[0], CHAT[3], answers[1]]}, tokenizer)
+    assert [supervised_text(r, tokenizer) for r in rows] == [
+        [f"so\n</think>\n\n{n}<|im_end|>"] for n in range(2)
+    ]
+    assert rows[0].prompt.tolist() == tokenizer.apply_chat_template([CHAT[1]])
+    assert rows[1].prompt.tolist() == tokenizer.apply_chat_template([CHAT[1], answers[0], CHAT[3]])
 
 
 @pytest.mark.parametrize("answer", ["think", "hi", "</think>"])

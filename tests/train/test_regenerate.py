@@ -1,9 +1,13 @@
 """Answers of the target: exact ids, kills that lose nothing, rows that cannot be asked."""
 
+import dataclasses
+import functools
 import json
 
 import pytest
+from train_tools import tiny_folder
 
+from eaglejax.checkpoint.target import load_target
 from eaglejax.errors import ConfigError
 from eaglejax.train import regenerate as module
 from eaglejax.train.regenerate import RegenerateOptions, read_prompt_rows, regenerate
@@ -53,6 +57,50 @@ def test_answers_carry_exact_ids_and_the_rest_is_counted(whole, target):
     samples, report = read_samples(out, target.tokenizer, vocab_size=target.config.vocab_size)
     assert len(samples) == len(rows)
     assert not report.dropped
+
+
+def test_a_conversation_with_tools_is_asked_whole(tmp_path):
+    """What a tool said belongs to the call on record: every answer is asked for behind what stands there."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"id": "1", "function": {"name": "f"}}
+    talk = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "7"}]},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    rows = [
+        {"messages": talk, "tools": tools, "chat_template_kwargs": {"think": False}},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, talk[1]]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    first, second = read_prompt_rows(path)
+    assert [m for ask in first.asks for m in ask] == [talk[0], talk[1], talk[3] | {"content": "7"}]
+    assert first.recorded == (talk[2] | {"content": ""}, None)
+    assert first.variables == {"tools": tools, "think": False}
+    assert [[m["content"] for m in ask] for ask in second.asks] == [["a"], ["b", "Hi"]]
+    assert second.recorded == (None, None)
+
+
+def test_what_the_template_reads_reaches_it(tmp_path):
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{% if not think %}quick{% endif %}>"
+    )
+    target = load_target(tiny_folder(tmp_path / "model", template=template), dtype="float32")
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "tool", "content": "7"},
+    ]
+    tools = [{"function": {"name": "f"}}]
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text(json.dumps({"messages": talk, "tools": tools}))
+    options = dataclasses.replace(OPTIONS, turns=1, chat_template_kwargs={"think": True})
+    regenerate(target, read_prompt_rows(prompts), out, options)
+    render = functools.partial(target.tokenizer.apply_chat_template, tools=tools, think=True)
+    assert [r["prompt_ids"] for r in lines(out)] == [render(talk[:1]), render(talk)]
 
 
 def test_a_killed_run_writes_what_it_would_have_written(whole, target, prompts, tmp_path, monkeypatch):
@@ -111,8 +159,6 @@ def test_rows_that_ask_the_same_are_answered_once_and_any_text_can_be_gone_on_fr
 
 def test_other_settings_are_other_answers_and_foreign_files_are_refused(target, prompts, tmp_path):
     key = module._key([1, 2], OPTIONS, "m")
-    import dataclasses
-
     for change in ({"temperature": 0.0}, {"seed": 1}, {"max_new_tokens": 7}):
         assert module._key([1, 2], dataclasses.replace(OPTIONS, **change), "m") != key
     out = tmp_path / "other.jsonl"

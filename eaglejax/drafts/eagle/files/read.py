@@ -23,6 +23,7 @@ from eaglejax.drafts.eagle.files.settings import KEY
 from eaglejax.drafts.eagle.files.shapes import Shapes
 from eaglejax.drafts.eagle.files.vocabulary import rising, target_ids
 from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.naming import known_name
 
 AuxConvention = Literal["auto", "boundary", "block"]
 """What layer ids in a file count: hidden-state boundaries (0 = embedding), or blocks whose output is meant
@@ -88,7 +89,10 @@ class _Reader(Shapes):
         if wide not in (hidden, 2 * hidden):
             self.fail(f"{query} reads {wide} values; EAGLE-1 reads {hidden} (H), EAGLE-3 {2 * hidden} (2H)")
         version = 3 if wide == 2 * hidden else 1
-        if method != "auto" and method != f"eagle{version}":
+        kind = known_name(method, ("auto", "eagle1", "eagle3"))
+        if kind is None:
+            raise ConfigError(f"method {method!r} is not known; it is auto, eagle1 or eagle3")
+        if kind not in ("auto", f"eagle{version}"):
             raise ConfigError(
                 f"{self.folder} holds an EAGLE-{version} draft (its first layer reads {wide} values, "
                 f"H is {hidden}); it cannot run as {method}"
