@@ -8,7 +8,11 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from eaglejax.checkpoint.basis_file import FILE, named_rotation
 from eaglejax.checkpoint.demo import DEMOS, demo_path
+from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.gguf.reader import part_paths
+from eaglejax.checkpoint.hf import description_path
 from eaglejax.errors import CheckpointError
 
 Spec = str | os.PathLike[str]
@@ -16,7 +20,7 @@ Spec = str | os.PathLike[str]
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 """What is fetched from the Hub: safetensors, configuration and tokenizer; no pickles, no code."""
 
-_HUB_SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+_HUB_SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights; what is named comes after
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[\w./-]+\.gguf))?")
 
 
@@ -59,14 +63,35 @@ def resolve(spec: Spec) -> Source:
 
 
 def _from_hub(spec: str, repo: str, revision: str | None, file: str | None) -> Source:
-    import huggingface_hub
+    if file is None:
+        folder = _snapshot(repo, revision, HUB_FILES, _HUB_SKIP)
+        _snapshot(repo, revision, _named_files(folder), None)
+        return Source(spec, "folder", folder)
+    parts = [path.as_posix() for path in part_paths(Path(file))]
+    folder = _snapshot(repo, revision, parts, None)
+    if not (folder / file).is_file():
+        raise CheckpointError(f"{repo} has no file {file!r} on the Hub")
+    return Source(spec, "gguf", folder / file)
+
+
+def _named_files(folder: Path) -> list[str]:
+    """Files of subfolders that belong to the model in ``folder``: its rotation, at the usual place or
+    where its description has it."""
+    description = description_path(folder)
+    named = None if description is None else named_rotation(read_json(description))
+    return sorted({FILE, *([named] if isinstance(named, str) else [])})
+
+
+def _snapshot(repo: str, revision: str | None, allow: list[str], ignore: list[str] | None) -> Path:
+    """The local copy of a repository, with the files that match ``allow`` and not ``ignore``. Raises
+    CheckpointError that says why there is none."""
+    import huggingface_hub.errors
 
     try:
-        folder = huggingface_hub.snapshot_download(
-            repo,
-            revision=revision,
-            allow_patterns=HUB_FILES if file is None else [file],
-            ignore_patterns=_HUB_SKIP if file is None else None,
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns=allow, ignore_patterns=ignore
+            )
         )
     except huggingface_hub.errors.GatedRepoError as error:
         raise CheckpointError(
@@ -83,8 +108,3 @@ def _from_hub(spec: str, repo: str, revision: str | None, file: str | None) -> S
             f"{repo} is not in the local Hub cache and the Hub does not answer; go online once, "
             "or copy the repository to a folder and name that, or use 'demo'"
         ) from error
-    if file is None:
-        return Source(spec, "folder", Path(folder))
-    if not (Path(folder) / file).is_file():
-        raise CheckpointError(f"{repo} has no file {file!r} on the Hub")
-    return Source(spec, "gguf", Path(folder) / file)

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from eaglejax import pytree
 from eaglejax.errors import MismatchError
+from eaglejax.identity import model_digest
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
@@ -88,15 +88,8 @@ def with_features(target: Target, batch: Batch, aux: tuple[int, ...]) -> Batch:
 
 
 def fingerprint(target: Target) -> str:
-    """What the features depend on: SHA-256 over the configuration and over strided values of every weight, 32
-    hexadecimal digits. Another dtype or other weights have another fingerprint."""
-    digest = hashlib.sha256(repr(dataclasses.asdict(target.config)).encode())
-    for path, leaf in jax.tree_util.tree_flatten_with_path(target.params)[0]:
-        flat = leaf.reshape(-1)
-        sample = np.asarray(flat[:: max(1, flat.shape[0] // 256)])
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        digest.update(sample.tobytes())
-    return digest.hexdigest()[:32]
+    """What the features depend on: the digest of the target's architecture and weights."""
+    return model_digest(target.config, target.params)
 
 
 def identity(target: Target, aux: tuple[int, ...]) -> dict[str, Any]:

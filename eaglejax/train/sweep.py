@@ -20,10 +20,11 @@ from typing import Any
 from eaglejax.checkpoint.files import read_json, write_text
 from eaglejax.drafts.eagle.files.load import draft_folder
 from eaglejax.errors import ConfigError
+from eaglejax.identity import digest
 from eaglejax.train.curate import place
 from eaglejax.train.prepare import STARTS
 from eaglejax.train.samples import Sample, prompt_digest
-from eaglejax.train.settings import TrainSettings, override, parse, read_toml, to_toml
+from eaglejax.train.settings import TrainSettings, override, parse, read_toml
 
 FIXED = (
     *("target", "target_dtype", "target_quant", "out"),
@@ -148,8 +149,7 @@ def run_key(settings: TrainSettings, target: str) -> str:
     draft = (
         settings.draft if start in STARTS else dataclasses.replace(settings.draft, start=draft_digest(start))
     )
-    resolved = to_toml(dataclasses.replace(settings, out="", data=data, draft=draft))
-    return hashlib.sha256(f"{resolved} {target}".encode()).hexdigest()[:16]
+    return digest(dataclasses.replace(settings, out="", data=data, draft=draft), target)[:16]
 
 
 def _file_digest(path: str) -> str:
@@ -163,12 +163,12 @@ def _file_digest(path: str) -> str:
 def draft_digest(spec: str) -> str:
     """SHA-256 of a draft's configuration and weight files, 32 hexadecimal digits; ``spec`` as ``load_draft``
     has it."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     folder = draft_folder(spec)
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:32]
+        found.update(path.name.encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()[:32]
 
 
 def common_prompts(held: Sequence[Sequence[Sample]], shares: Sequence[float], count: int) -> list[Sample]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import shutil
@@ -26,6 +25,7 @@ from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.model import Weights, param_table
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError, EaglejaxError
+from eaglejax.identity import described
 from eaglejax.models.target import Target
 from eaglejax.pytree import leaf_paths
 from eaglejax.train import evaluate, run_checkpoints
@@ -296,10 +296,10 @@ class Trainer:
             "train_head": self.settings.draft.train_head,
             "compute_dtype": run.compute_dtype,
             "score": decoded if run.decode_prompts else "simulated",
-            "draft": json.loads(json.dumps(dataclasses.asdict(self.draft.config))),
+            "draft": described(self.draft.config),
             "vocabulary": None if vocab is None else vocab.key,
-            "objective": dataclasses.asdict(self.settings.objective),
-            "optimizer": dataclasses.asdict(self.settings.optimizer),
+            "objective": described(self.settings.objective),
+            "optimizer": described(self.settings.optimizer),
             "updates": run.updates,
             "rows": run.rows,
             "accumulate": run.accumulate,

@@ -6,10 +6,13 @@ import email.message
 import hashlib
 import importlib.util
 import io
+import json
+import shutil
 import urllib.error
 import zipfile
+from typing import ClassVar
 
-import huggingface_hub
+import huggingface_hub.errors
 import pytest
 
 from eaglejax.checkpoint import demo
@@ -172,7 +175,12 @@ class TestHub:
     def test_safetensors_configuration_and_tokenizer_are_asked_for(self, tmp_path, monkeypatch):
         asked = self.serve(monkeypatch, tmp_path)
         assert resolve("owner/name@v1.0") == Source("owner/name@v1.0", "folder", tmp_path)
-        ((repo, options),) = asked
+        (repo, options), (again, more) = asked
+        assert (again, more["revision"], more["allow_patterns"]) == (
+            repo,
+            "v1.0",
+            ["optional/quarot.safetensors"],
+        )
         assert (repo, options["revision"]) == ("owner/name", "v1.0")
         assert "*.safetensors" in options["allow_patterns"]
         assert not any(p.endswith((".bin", ".py")) for p in options["allow_patterns"])
@@ -186,6 +194,58 @@ class TestHub:
         assert asked[0][1]["allow_patterns"] == ["x-q4.gguf"]
         with pytest.raises(CheckpointError, match=r"owner/name has no file 'y\.gguf'"):
             resolve("owner/name:y.gguf")
+
+    ROOT = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    PLAIN = (
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    )
+    MODELSLIM = ("quant_model_description_w8a8.json", "quant_model_weight_w8a8.safetensors")
+    LAYOUTS: ClassVar = {
+        "plain": (
+            PLAIN,
+            ("original/model.safetensors", "onnx/model.onnx", "modeling.py", "pytorch_model.bin"),
+        ),
+        "rotated": ((*PLAIN, "optional/quarot.safetensors"), ("debug_info/a.json",)),
+        "modelslim": ((*MODELSLIM, "rotation/q.safetensors"), ("rotation/other.safetensors",)),
+        "compressed-tensors": (("model.safetensors", "recipe.json"), ("recipe.yaml",)),
+        "mistral": (("model.safetensors",), ("consolidated.safetensors",)),
+    }
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_each_producers_layout_comes_whole_and_nothing_else(self, layout, tmp_path, monkeypatch):
+        """A stand-in Hub that filters as the real one does."""
+        wanted, other = self.LAYOUTS[layout]
+        repository, local = tmp_path / "hub", tmp_path / "local"
+        for name in (*self.ROOT, *wanted, *other):
+            (repository / name).parent.mkdir(parents=True, exist_ok=True)
+            (repository / name).write_text("{}")
+        named = {"optional": {"quarot": {"rotation_map": {"global_rotation": "rotation/q.safetensors"}}}}
+        for description in repository.glob("quant_model_description*"):
+            description.write_text(json.dumps(named))
+
+        def download(repo, *, revision, allow_patterns, ignore_patterns):
+            names = [p.relative_to(repository).as_posix() for p in repository.rglob("*") if p.is_file()]
+            for name in huggingface_hub.utils.filter_repo_objects(
+                names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            ):
+                (local / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(repository / name, local / name)
+            return str(local)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        folder = resolve("owner/name").path
+        found = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+        assert found == {*self.ROOT, *wanted}
+
+    def test_all_parts_of_a_split_file_are_asked_for(self, tmp_path, monkeypatch):
+        parts = [f"q8/m-0000{i}-of-00002.gguf" for i in (1, 2)]
+        (tmp_path / "q8").mkdir()
+        (tmp_path / parts[0]).write_bytes(b"")
+        asked = self.serve(monkeypatch, tmp_path)
+        assert resolve(f"owner/name:{parts[0]}").path == tmp_path / parts[0]
+        assert asked[0][1]["allow_patterns"] == parts
 
     @pytest.mark.parametrize(
         "error",
