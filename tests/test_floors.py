@@ -1,4 +1,5 @@
-"""The floors of docs/architecture.md hold: nothing imports what stands above it."""
+"""The floors of docs/architecture.md hold: nothing imports what stands above it, and nothing imports in a
+circle."""
 
 from __future__ import annotations
 
@@ -25,11 +26,12 @@ def floors() -> dict[str, int]:
     }
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted module) of every import that runs; those for type checkers alone are left out."""
+def imports(path: Path, *, typing: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import that runs, in functions too; with ``typing`` also of those for
+    type checkers alone."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if not typing and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body.clear()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -69,6 +71,85 @@ def test_nothing_imports_what_stands_above_it() -> None:
                     wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert not wrong
     assert {"models", "checkpoint", "drafts", "speculate", "nn", "kernels_pallas"} <= seen
+
+
+def module_names(root: Path) -> dict[str, Path]:
+    """Every module of our two packages by its dotted name; a package's is its ``__init__``'s."""
+    found = {}
+    for package in ("eaglejax", "kernels_pallas"):
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def siblings(importer: str, imported: str, packages: set[str]) -> tuple[str, str, str]:
+    """(folder, child, child): the innermost folder that holds both modules, and which of its modules or
+    folders each of them is or is in. A folder's ``__init__`` is a child of its own."""
+    a, b = (f"{m}.__init__" if m in packages else m for m in (importer, imported))
+    left, right = a.split("."), b.split(".")
+    shared = 0
+    while left[shared] == right[shared]:
+        shared += 1
+    return ".".join(left[:shared]), left[shared], right[shared]
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of nodes that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for node in edges.get(todo.pop(), ()):
+                if node not in seen:
+                    seen.add(node)
+                    todo.append(node)
+        return seen
+
+    reach = {node: reached(node) for node in edges}
+    found = {frozenset(other for other in reach[node] if node in reach.get(other, ())) for node in edges}
+    return sorted(sorted(circle) for circle in found if circle)
+
+
+def import_circles(root: Path) -> dict[str, list[list[str]]]:
+    """Of each folder the circles among what it holds, modules and folders alike."""
+    modules = module_names(root)
+    packages = {name for name, path in modules.items() if path.name == "__init__.py"}
+    edges: dict[str, dict[str, set[str]]] = {}
+    for importer, path in modules.items():
+        for _, name in imports(path, typing=True):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            if not name or name == importer or name.split(".")[0] != importer.split(".")[0]:
+                continue
+            folder, one, other = siblings(importer, name, packages)
+            edges.setdefault(folder, {}).setdefault(one, set()).add(other)
+    found = {folder: circles(within) for folder, within in edges.items()}
+    return {folder: within for folder, within in sorted(found.items()) if within}
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    """Neither folders nor the modules of one folder, whether at once, inside a function or for types."""
+    assert import_circles(ROOT) == {}
+
+
+def test_a_circle_is_found_wherever_it_is_closed(tmp_path: Path) -> None:
+    files = {
+        "eaglejax/__init__.py": "from eaglejax.low import one\n",
+        "eaglejax/low/one.py": "from eaglejax.low.two import x\n",
+        "eaglejax/low/two.py": "def f():\n    from eaglejax.low import one\n",
+        "eaglejax/high/three.py": "from eaglejax.low.deep import four\n",
+        "eaglejax/low/deep/four.py": "if TYPE_CHECKING:\n    import eaglejax.high.three\n",
+        "eaglejax/alone.py": "import eaglejax.low.deep.four\n",
+        "kernels_pallas/__init__.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for folder in ("low", "low/deep", "high"):
+        (tmp_path / "eaglejax" / folder / "__init__.py").touch()
+    assert import_circles(tmp_path) == {"eaglejax": [["high", "low"]], "eaglejax.low": [["one", "two"]]}
 
 
 def test_the_kernels_stand_alone() -> None:

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from kernels_pallas.dense_matmul import cpu
 from kernels_pallas.dense_matmul.reference import dense_matmul_reference
-from kernels_pallas.dispatch import Implementation, choose
+from kernels_pallas.dispatch import Implementation, Way, run
 from kernels_pallas.errors import require
-from kernels_pallas.foreign import portable_call
 
 __all__ = ["dense_matmul"]
 
@@ -57,7 +56,6 @@ def dense_matmul(
     require(x.shape[-1] == k, _OP, f"x has K = {x.shape[-1]}, and w {w.shape} has {k}")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), k)
-    choose(_OP, implementation, {"xla": None, "cpu": lambda: cpu.refusal(rows, w)})
     return _product(rows, w, transposed, out_dtype, implementation).reshape(*x.shape[:-1], n)
 
 
@@ -97,9 +95,10 @@ def _multiply(
     """The product by what ``implementation`` names; ``turned``: x is a transpose (a gradient by weights)."""
     reference = functools.partial(dense_matmul_reference, transposed=transposed, out_dtype=out_dtype)
     kernel = functools.partial(cpu.dense_matmul_cpu, transposed=transposed, out_dtype=out_dtype)
-    if implementation == "cpu":
-        return kernel(x, w)
-    if implementation == "auto" and cpu.refusal(x, w) is None and cpu.serves(x.shape[0], turned=turned):
-        # What "auto" traces here may be compiled for a device that is not.
-        return portable_call(kernel, reference, x, w)
-    return reference(x, w)
+
+    def unasked() -> str | None:
+        return None if cpu.serves(x.shape[0], turned=turned) else "is the slower one for so many rows"
+
+    ways = {"xla": Way(reference), "cpu": Way(kernel, lambda: cpu.refusal(x, w), unasked)}
+    out: jax.Array = run(_OP, ways, (x, w), implementation)
+    return out

@@ -1,9 +1,12 @@
 """Online Hadamard rotation of the last axis (QuaRot, arXiv:2404.00456), for sizes 2^k times a Paley order."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.dispatch import Implementation, Interpret, choose, resolve_interpret
+from kernels_pallas.dispatch import Implementation, Interpret, Way, run
 from kernels_pallas.errors import require
 from kernels_pallas.hadamard import gpu, tpu
 from kernels_pallas.hadamard.matrices import factor, hadamard_matrix
@@ -40,10 +43,16 @@ def hadamard(
     """
     require(x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating), _OP, f"x is {x.dtype} {x.shape}, not float")
     factor(x.shape[-1])
-    chosen = choose(_OP, implementation, {"xla": None, "tpu": tpu.refusal(x), "gpu": gpu.refusal(x)})
-    interpret = resolve_interpret(_OP, chosen, interpret)
-    if chosen == "xla":
-        return hadamard_reference(x, transpose=transpose)
-    if chosen == "gpu":
-        return gpu.hadamard_gpu(x, transpose=transpose, interpret=interpret)
-    return tpu.hadamard_tpu(x, transpose=transpose, interpret=interpret)
+    ways = {
+        "xla": Way(functools.partial(hadamard_reference, transpose=transpose)),
+        "tpu": Way(functools.partial(tpu.hadamard_tpu, transpose=transpose), tpu.refusal(x)),
+        "gpu": Way(functools.partial(_gpu, transpose=transpose), gpu.refusal(x)),
+    }
+    return run(_OP, ways, (x,), implementation, interpret)
+
+
+def _gpu(x: jax.Array, **options: Any) -> jax.Array:
+    # Imported here for the reason that kernels_pallas.hopper gives.
+    from kernels_pallas.hadamard.hopper import hadamard_hopper
+
+    return hadamard_hopper(x, **options)

@@ -1,6 +1,4 @@
-"""Which rotations the Hopper kernel takes, and the way to it."""
-
-from typing import Any
+"""Which rotations the Hopper kernel takes, known without importing it."""
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +20,3 @@ def refusal(x: jax.Array) -> str | None:
     if major > _MAX_MAJOR:
         return f"takes sizes whose first stage is at most {_MAX_MAJOR}, got {major}"
     return None
-
-
-def hadamard_gpu(*args: Any, **options: Any) -> jax.Array:
-    """See `hadamard_hopper`."""
-    # Imported here for the reason that kernels_pallas.hopper gives.
-    from kernels_pallas.hadamard.hopper import hadamard_hopper
-
-    return hadamard_hopper(*args, **options)

@@ -5,13 +5,13 @@ output channel, or per group of rows and channel.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.dispatch import Implementation, Interpret, choose, resolve_interpret
+from kernels_pallas.dispatch import Implementation, Interpret, Way, run
 from kernels_pallas.errors import require
-from kernels_pallas.foreign import portable_call
 from kernels_pallas.quant_matmul import cpu, gpu, tpu
 from kernels_pallas.quant_matmul.packing import pack_int4, quantize_per_token, unpack_int4
 from kernels_pallas.quant_matmul.reference import quant_matmul_reference
@@ -58,30 +58,26 @@ def quant_matmul(
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if x.dtype == jnp.int8 else x.dtype
     out_dtype = jnp.dtype(out_dtype)
-    refusals = {
-        "xla": None,
-        "tpu": tpu.refusal(rows, w, groups, packed),
-        "gpu": gpu.refusal(rows, w, groups),
-        "cpu": cpu.KERNEL.refusal,
+    options: dict[str, Any] = {"packed": packed, "out_dtype": out_dtype}
+    ways = {
+        "xla": Way(functools.partial(quant_matmul_reference, **options)),
+        "tpu": Way(functools.partial(_tpu, **options), tpu.refusal(rows, w, groups, packed)),
+        "gpu": Way(functools.partial(_gpu, **options), gpu.refusal(rows, w, groups)),
+        "cpu": Way(functools.partial(cpu.quant_matmul_cpu, **options), cpu.KERNEL.refusal),
     }
-    chosen = choose(_OP, implementation, refusals)
-    interpret = resolve_interpret(_OP, chosen, interpret)
-    arguments = (rows, row_scale, w, groups)
-    reference = functools.partial(quant_matmul_reference, packed=packed, out_dtype=out_dtype)
-    if chosen == "xla":
-        out = reference(*arguments)
-    elif chosen == "cpu":
-        kernel = functools.partial(cpu.quant_matmul_cpu, packed=packed, out_dtype=out_dtype)
-        # What "auto" traces here may be compiled for a device that is not.
-        out = portable_call(kernel, reference, *arguments) if implementation == "auto" else kernel(*arguments)
-    elif chosen == "gpu":
-        out = gpu.quant_matmul_gpu(*arguments, packed=packed, out_dtype=out_dtype, interpret=interpret)
-    else:
-        int8 = tpu.has_int8_products()
-        out = tpu.quant_matmul_tpu(
-            *arguments, packed=packed, out_dtype=out_dtype, int8=int8, interpret=interpret
-        )
+    out = run(_OP, ways, (rows, row_scale, w, groups), implementation, interpret)
     return out.reshape(*x.shape[:-1], n)
+
+
+def _tpu(*arguments: Any, **options: Any) -> jax.Array:
+    return tpu.quant_matmul_tpu(*arguments, int8=tpu.has_int8_products(), **options)
+
+
+def _gpu(*arguments: Any, **options: Any) -> jax.Array:
+    # Imported here for the reason that kernels_pallas.hopper gives.
+    from kernels_pallas.quant_matmul.hopper import quant_matmul_hopper
+
+    return quant_matmul_hopper(*arguments, **options)
 
 
 def _check(x, w, w_scale, x_scale) -> bool:

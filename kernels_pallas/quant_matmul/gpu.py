@@ -1,6 +1,4 @@
-"""Which products the Hopper kernel takes, and the way to it."""
-
-from typing import Any
+"""Which products the Hopper kernel takes, known without importing it."""
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +20,3 @@ def refusal(x: jax.Array, w: jax.Array, w_scale: jax.Array) -> str | None:
     if columns % COLUMN_TILES[-1]:
         return f"takes N as a multiple of {COLUMN_TILES[-1]}, got {columns}"
     return None
-
-
-def quant_matmul_gpu(*args: Any, **options: Any) -> jax.Array:
-    """See `quant_matmul_hopper`."""
-    # Imported here for the reason that kernels_pallas.hopper gives.
-    from kernels_pallas.quant_matmul.hopper import quant_matmul_hopper
-
-    return quant_matmul_hopper(*args, **options)

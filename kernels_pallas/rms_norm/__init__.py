@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.foreign import Kernel, portable_call
+from kernels_pallas.dispatch import Way, run
+from kernels_pallas.foreign import Kernel
 
 __all__ = ["KERNEL", "MOST_ROWS", "rms_norm"]
 
@@ -34,13 +35,28 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     Computed in float32. On a single CPU device a C++ kernel takes up to `MOST_ROWS` rows of float32 or
     bfloat16, each with the same bits in a call of any number of them; everything else is XLA's.
     """
-    reference = functools.partial(_reference, eps=eps)
+    ways = {
+        "xla": Way(functools.partial(_reference, eps=eps)),
+        "cpu": Way(functools.partial(_native, eps=eps), lambda: _refusal(x)),
+    }
+    out: jax.Array = run(KERNEL.op, ways, (x, weight))
+    return out
+
+
+def _refusal(x: jax.Array) -> str | None:
+    """Why the kernel does not take x, or None."""
     rows = math.prod(x.shape[:-1])
-    if x.dtype not in (jnp.float32, jnp.bfloat16) or not 0 < rows <= MOST_ROWS or KERNEL.unavailable():
-        return reference(x, weight)
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"takes float32 and bfloat16, not {x.dtype}"
+    if not 0 < rows <= MOST_ROWS:
+        return f"takes 1 to {MOST_ROWS} rows, not {rows}"
+    return KERNEL.unavailable()
+
+
+def _native(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = jax.ffi.ffi_call(KERNEL.target("RmsNorm"), shape, vmap_method="sequential")
-    return portable_call(lambda x, w: call(x, w, eps=np.float32(eps)), reference, x, weight)
+    return call(x, weight, eps=np.float32(eps))
 
 
 def _reference(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.dispatch import Way, run
 from kernels_pallas.errors import require
-from kernels_pallas.foreign import Kernel, portable_call
+from kernels_pallas.foreign import Kernel
 
 __all__ = ["KERNEL", "soft_cross_entropy"]
 
@@ -75,15 +76,27 @@ _loss.defvjp(_forward, _backward)
 
 def _run(logits, log_p, inside, dtype):
     """The three figures, and the gradient of the first by the logits [R, V] in ``dtype``."""
-    reference = functools.partial(_reference, dtype=dtype)
-    if 0 in logits.shape or KERNEL.unavailable():
-        return reference(logits, log_p, inside)
+    ways = {
+        "xla": Way(functools.partial(_reference, dtype=dtype)),
+        "cpu": Way(functools.partial(_native, dtype=dtype), lambda: _refusal(logits)),
+    }
+    return run(_OP, ways, (logits, log_p, inside))
+
+
+def _refusal(logits: jax.Array) -> str | None:
+    """Why the kernel does not take these rows, or None."""
+    if 0 in logits.shape:
+        return f"takes no empty arrays, such as {logits.shape}"
+    return KERNEL.unavailable()
+
+
+def _native(logits, log_p, inside, *, dtype):
     rows, size = logits.shape
     figure = jax.ShapeDtypeStruct((rows,), jnp.float32)
     best = jax.ShapeDtypeStruct((rows,), jnp.int32)
     results = (figure, figure, best, jax.ShapeDtypeStruct((rows, size), dtype))
     native = jax.ffi.ffi_call(KERNEL.target("SoftCrossEntropy"), results, vmap_method="sequential")
-    return portable_call(lambda *x: tuple(native(*x)), reference, logits, log_p, inside)
+    return tuple(native(logits, log_p, inside))
 
 
 def _reference(logits, log_p, inside, *, dtype):

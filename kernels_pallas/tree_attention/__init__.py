@@ -7,12 +7,13 @@ attends to the prefix alone, and lengths of 0 attend to the tree alone, so that 
 tree, or the shards of a cache split over devices.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.dispatch import Implementation, Interpret, choose, resolve_interpret
+from kernels_pallas.dispatch import Implementation, Interpret, Way, run
 from kernels_pallas.errors import KernelError, require
 from kernels_pallas.tree_attention import gpu, tpu
 from kernels_pallas.tree_attention.masks import apply_window, node_positions, pack_ancestors, unpack_ancestors
@@ -94,11 +95,6 @@ def tree_attention(
     out_dtype = jnp.dtype(q.dtype if out_dtype is None else out_dtype)
     scale = q.shape[3] ** -0.5 if scale is None else scale
 
-    refusals = {"xla": None} | {
-        name: module.refusal(q, k, block_tables, block_kv) for name, module in (("tpu", tpu), ("gpu", gpu))
-    }
-    chosen = choose(_OP, implementation, refusals)
-    interpret = resolve_interpret(_OP, chosen, interpret)
     arguments = (q, k, v, words, lengths - offset, floor - offset[:, None])
     options: dict[str, Any] = {
         "k_scale": k_scale,
@@ -108,15 +104,25 @@ def tree_attention(
         "softcap": softcap,
         "out_dtype": out_dtype,
     }
-    if chosen == "xla":
-        return tree_attention_reference(*arguments, **options)
-    if chosen == "gpu":
-        del options["out_dtype"]
-        out, lse = merge(*gpu.tree_attention_gpu(*arguments, **options, interpret=interpret))
-        return out.astype(out_dtype), lse
-    return tpu.tree_attention_tpu(
-        *arguments, **options, windowed=window is not None, block_kv=block_kv, interpret=interpret
+    own_kernel = functools.partial(
+        tpu.tree_attention_tpu, **options, windowed=window is not None, block_kv=block_kv
     )
+    asked = (q, k, block_tables, block_kv)
+    ways = {
+        "xla": Way(functools.partial(tree_attention_reference, **options)),
+        "tpu": Way(own_kernel, tpu.refusal(*asked)),
+        "gpu": Way(functools.partial(_gpu, **options), gpu.refusal(*asked)),
+    }
+    out: tuple[jax.Array, jax.Array] = run(_OP, ways, arguments, implementation, interpret)
+    return out
+
+
+def _gpu(*arguments: Any, out_dtype: jnp.dtype, **options: Any) -> tuple[jax.Array, jax.Array]:
+    # Imported here for the reason that kernels_pallas.hopper gives.
+    from kernels_pallas.tree_attention.hopper import tree_attention_hopper
+
+    out, lse = merge(*tree_attention_hopper(*arguments, **options))
+    return out.astype(out_dtype), lse
 
 
 def merge(outs: jax.Array, lses: jax.Array, axis: int = 0) -> tuple[jax.Array, jax.Array]:

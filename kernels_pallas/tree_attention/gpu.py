@@ -1,6 +1,4 @@
-"""Which problems the Hopper kernel takes, and the way to it."""
-
-from typing import Any
+"""Which problems the Hopper kernel takes, known without importing it."""
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +22,3 @@ def refusal(q: jax.Array, k: jax.Array, block_tables: jax.Array | None, block_kv
     if block_kv not in (None, BLOCK):
         return f"handles {BLOCK} slots at a time, not block_kv {block_kv}"
     return None
-
-
-def tree_attention_gpu(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
-    """See `tree_attention_hopper`."""
-    # Imported here for the reason that kernels_pallas.hopper gives.
-    from kernels_pallas.tree_attention.hopper import tree_attention_hopper
-
-    return tree_attention_hopper(*args, **options)

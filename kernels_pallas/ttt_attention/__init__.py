@@ -6,12 +6,14 @@ triangle and j diagonals; the triangle is a flash-attention kernel, the diagonal
 by log-sum-exp.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.dispatch import Implementation, Interpret, choose, resolve_interpret
+from kernels_pallas.dispatch import Implementation, Interpret, Way, run
 from kernels_pallas.errors import require
 from kernels_pallas.ttt_attention import gpu, tpu
 from kernels_pallas.ttt_attention.reference import ttt_attention_reference
@@ -60,22 +62,23 @@ def ttt_attention(
     if document_ids is None:
         document_ids = jnp.zeros(q.shape[:2], jnp.int32)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    refusals = {
-        "xla": None,
-        "tpu": tpu.refusal(q, keys[0], block_q, block_kv),
-        "gpu": gpu.refusal(q, block_q, block_kv),
+    chunk = block_q or _XLA_QUERY_CHUNK
+    ways = {
+        "xla": Way(functools.partial(ttt_attention_reference, scale=scale, query_chunk=chunk)),
+        "tpu": Way(
+            functools.partial(tpu.ttt_attention_tpu, scale=scale, block_q=block_q, block_kv=block_kv),
+            tpu.refusal(q, keys[0], block_q, block_kv),
+        ),
+        "gpu": Way(functools.partial(_gpu, scale=scale), gpu.refusal(q, block_q, block_kv)),
     }
-    chosen = choose(_OP, implementation, refusals)
-    interpret = resolve_interpret(_OP, chosen, interpret)
-    if chosen == "xla":
-        return ttt_attention_reference(
-            q, keys, values, document_ids, scale=scale, query_chunk=block_q or _XLA_QUERY_CHUNK
-        )
-    if chosen == "gpu":
-        return gpu.ttt_attention_gpu(q, keys, values, document_ids, scale=scale, interpret=interpret)
-    return tpu.ttt_attention_tpu(
-        q, keys, values, document_ids, scale=scale, block_q=block_q, block_kv=block_kv, interpret=interpret
-    )
+    return run(_OP, ways, (q, keys, values, document_ids), implementation, interpret)
+
+
+def _gpu(*arguments: Any, **options: Any) -> jax.Array:
+    # Imported here for the reason that kernels_pallas.hopper gives.
+    from kernels_pallas.ttt_attention.hopper import ttt_attention_hopper
+
+    return ttt_attention_hopper(*arguments, **options)
 
 
 def _check(q, keys, values, document_ids) -> None:
