@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 
-from eaglejax.devices import compile_cache, cpu
+from eaglejax.devices import compile_cache, cpu, kernel_errors
 from eaglejax.devices.adapter import XLA, Adapter, Attention, choose, current
 
 __all__ = ["XLA", "Adapter", "Attention", "Startup", "choose", "current", "jax_has_started", "prepare"]
@@ -27,7 +27,9 @@ class Startup:
 
 @functools.cache
 def prepare() -> Startup:
-    """Set CPU compiler flags and the persistent compilation cache, once a process."""
+    """Set CPU compiler flags and the persistent compilation cache, and make kernels' refusals eaglejax's own,
+    once a process."""
+    kernel_errors.adopt()
     started = jax_has_started()
     return Startup(
         cpu.set_flags(os.environ, started=started), compile_cache.enable(os.environ, started=started)

@@ -1,6 +1,11 @@
+import subprocess
+import sys
+
 import jax
+import jax.numpy as jnp
 import pytest
 
+from eaglejax.errors import EaglejaxError
 from kernels_pallas import KernelError
 from kernels_pallas.dispatch import choose, resolve_interpret
 
@@ -50,3 +55,31 @@ def test_kernels_are_interpreted_off_their_own_backend_unless_told(monkeypatch):
         assert resolve_interpret("op", name, None) is False
         with pytest.raises(KernelError, match=f"implementation '{name}' was chosen"):
             resolve_interpret("op", name, True)
+
+
+def test_a_kernel_s_refusal_is_one_of_eaglejax_wherever_it_comes_from():
+    from kernels_pallas.hadamard import hadamard
+    from kernels_pallas.native import level_here
+
+    for refused in (
+        lambda: hadamard(jnp.zeros((2, 92))),
+        lambda: hadamard(jnp.zeros((2, 8), jnp.int32)),
+        lambda: choose("op", "rocm", {"xla": None}),
+        lambda: level_here({"EAGLEJAX_NATIVE_LEVEL": "sve"}),
+    ):
+        with pytest.raises(EaglejaxError) as caught:
+            refused()
+        assert isinstance(caught.value, KernelError)
+
+
+def test_without_eaglejax_the_kernels_raise_their_own_error():
+    code = """
+import sys
+from kernels_pallas.errors import KernelError, require
+try:
+    require(False, "op", "is given too much")
+except KernelError as error:
+    assert type(error) is KernelError and str(error) == "op: is given too much", error
+assert "eaglejax" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
