@@ -20,8 +20,8 @@ _kind: type[KernelError] = KernelError
 def raise_as(kind: type[KernelError]) -> None:
     """Raise `kind` wherever this package raises `KernelError`.
 
-    A library that stands on these kernels names its own kind of it, whose bases are its own errors too: so its
-    users catch a kernel's refusal with everything else, and these modules know nothing of it.
+    A library that stands on these kernels names its own kind of it, whose bases are its own errors too: its
+    users then catch a kernel's refusal with everything else, and these modules know nothing of it.
     """
     global _kind
     _kind = kind

@@ -27,6 +27,14 @@ VARIABLE = "EAGLEJAX_ADAPTER"
 
 KERNELS = ("tpu", "gpu")
 
+OPERATIONS = {
+    "quant_matmul": ("auto", "xla", "tpu", "gpu", "cpu"),
+    "hadamard": ("auto", "xla", "tpu", "gpu"),
+    "ttt_attention": ("auto", "xla", "tpu", "gpu"),
+}
+"""Operations besides attention whose implementation can be chosen, and what there is; see
+``kernels_pallas.dispatch``."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
@@ -93,7 +101,8 @@ class Adapter:
     attention was asked for, so that it is refused rather than replaced where it cannot run.
     ``memory_bytes``: what arrays may take. ``xla_flags``: what XLA should be started with. ``lanes``: to
     what multiple arrays' last dimension is padded in memory. ``blocks``: (head size, cache dtype, slots), the
-    tuned blocks of the attention kernel; other shapes take a heuristic. ``reasons``: (choice, reason) pairs.
+    tuned blocks of the attention kernel; other shapes take a heuristic. ``operations``: (name,
+    implementation) of those ``OPERATIONS`` that were chosen by hand. ``reasons``: (choice, reason) pairs.
     """
 
     name: str
@@ -110,6 +119,7 @@ class Adapter:
     mesh: MeshDefaults = MeshDefaults()
     lanes: int = 1
     blocks: tuple[tuple[int, str, int], ...] = ()
+    operations: tuple[tuple[str, str], ...] = ()
     step_bytes: int = 0
     chip: Chip | None = None
     forced: bool = False
@@ -130,6 +140,10 @@ class Adapter:
         )
         most = max(BLOCKS[0], SCORE_BYTES // (4 * max(rows, 1)) // BLOCKS[0] * BLOCKS[0])
         return min(wanted, most)
+
+    def operation(self, name: str) -> Any:
+        """The implementation of one of ``OPERATIONS``: "auto" unless it was chosen by hand."""
+        return dict(self.operations).get(name, "auto")
 
     def footprint(self, config: ModelConfig, **options: Any) -> memory.Footprint:
         """What decoding with ``config`` takes here: see ``memory.footprint``, whose ``options`` these are."""
@@ -153,6 +167,7 @@ class Adapter:
             "cache_dtype": self.cache_dtype,
             "matmul_precision": self.matmul_precision,
             "memory_gib": round(self.memory_bytes / GIB, 2),
+            "operations": dict(self.operations),
             "xla_flags": list(self.xla_flags),
             "mesh": {"axes": list(self.mesh.axes), "rules": dict(self.mesh.rules)},
             "reasons": dict(self.reasons),
@@ -219,6 +234,7 @@ PLAIN_KEYS: dict[str, tuple[type, ...]] = {
     "cache_dtype": (str,),
     "matmul_precision": (str,),
     "memory_gib": (int, float),
+    "operations": (dict,),
 }
 PRECISIONS = ("default", "high", "highest")
 
@@ -242,6 +258,8 @@ def _override(adapter: Adapter, values: Mapping[str, Any]) -> Adapter:
     if values.get("memory_gib", 1) <= 0:
         raise ConfigError(f"memory_gib is {values['memory_gib']}; it must be positive")
     changes: dict[str, Any] = {k: v for k, v in values.items() if k in PLAIN_KEYS and k != "memory_gib"}
+    if "operations" in values:
+        changes["operations"] = _operations(adapter, values["operations"])
     if "memory_gib" in values:
         changes["memory_bytes"] = int(values["memory_gib"] * GIB)
     if any(key in values for key in ATTENTION_KEYS):
@@ -261,6 +279,22 @@ def _attention(adapter: Adapter, values: Mapping[str, Any]) -> Attention:
     )
     check_runs(adapter, attention)
     return attention
+
+
+def _operations(adapter: Adapter, chosen: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    for name, implementation in chosen.items():
+        if name not in OPERATIONS:
+            raise ConfigError(f"operation {name!r} is not known; known are {', '.join(OPERATIONS)}")
+        if implementation not in OPERATIONS[name]:
+            raise ConfigError(
+                f"operation {name} is to run on {implementation!r}; it runs on one of "
+                f"{', '.join(OPERATIONS[name])}"
+            )
+        if implementation == adapter.platform and implementation in KERNELS and not adapter.kernels:
+            raise ConfigError(
+                f"the {implementation!r} kernel of {name} cannot be compiled for {adapter.name}; use 'xla'"
+            )
+    return tuple(chosen.items())
 
 
 def check_runs(adapter: Adapter, attention: Attention) -> None:

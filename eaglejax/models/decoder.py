@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaglejax import pytree
+from eaglejax import devices, pytree
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import FINAL, Boundary, ModelConfig
 from eaglejax.nn import cache as caches
@@ -304,7 +304,8 @@ def _attention(
         # Importing Pallas takes a third of a second, which other targets are spared.
         from kernels_pallas.hadamard import hadamard
 
-        q, k = hadamard(q), hadamard(k)
+        how = devices.current().operation("hadamard")
+        q, k = hadamard(q, implementation=how), hadamard(k, implementation=how)
     out, memory = memory.attend(
         q,
         k,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax import pytree
+from eaglejax import devices, pytree
 from eaglejax.errors import ConfigError
 from eaglejax.nn.gather import take
 from eaglejax.quant.schemes import Activation
@@ -116,7 +116,12 @@ class QuantArray:
         x = self._input(x)
         integers, x_scale = self._quantize(x)
         out = _kernels().quant_matmul(
-            integers, self.values, self.scale, x_scale=x_scale, out_dtype=jnp.float32
+            integers,
+            self.values,
+            self.scale,
+            x_scale=x_scale,
+            out_dtype=jnp.float32,
+            implementation=devices.current().operation("quant_matmul"),
         )
         return out if self.input_offset is None else out - self._offset_terms()
 

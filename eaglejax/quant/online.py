@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaglejax import pytree
+from eaglejax import devices, pytree
 from eaglejax.nn.linear import grouped_linear, linear
 from eaglejax.quant.array import QuantArray
 
@@ -66,4 +66,4 @@ def _turn(x: jax.Array) -> jax.Array:
     # Importing Pallas takes a third of a second, which those who do not rotate are spared.
     from kernels_pallas.hadamard import hadamard
 
-    return hadamard(x)
+    return hadamard(x, implementation=devices.current().operation("hadamard"))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from eaglejax import devices
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.unroll import StepAttention, step_attention
 from eaglejax.errors import ConfigError
@@ -30,14 +31,20 @@ def training_attention(
     windows = any(config.window(layer) is not None for layer in range(config.num_layers))
     if remat and windows:
         raise ConfigError("run.remat is set, and attention with windows, as this draft has, cannot do it")
-    if windows or (jax.default_backend() == "cpu" and not remat):
+    asked = devices.current().operation("ttt_attention")
+    if windows and asked != "auto":
+        raise ConfigError(
+            f"ttt_attention is to run on {asked!r}, which knows no attention with windows, as this draft has"
+        )
+    if windows or (jax.default_backend() == "cpu" and not remat and asked == "auto"):
         return step_attention
-    return functools.partial(_linear, documents, mesh)
+    return functools.partial(_linear, documents, mesh, asked)
 
 
 def _linear(
     documents: jax.Array,
     mesh: Mesh | None,
+    implementation: Any,
     q: jax.Array,
     keys: list[jax.Array],
     values: list[jax.Array],
@@ -50,8 +57,8 @@ def _linear(
     # Importing Pallas takes a third of a second, which those who do not use it are spared.
     from kernels_pallas.ttt_attention import ttt_attention
 
-    options: dict[str, Any] = {}
-    if jax.default_backend() == "cpu":
+    options: dict[str, Any] = {"implementation": implementation}
+    if implementation == "auto" and jax.default_backend() == "cpu":
         options = {"implementation": "xla", "block_q": max(_LEAST_CHUNK, -(-q.shape[1] // 4))}
 
     def attend(
