@@ -32,11 +32,11 @@ _watching: ContextVar[tuple[Sink, str] | None] = ContextVar("watching", default=
 
 
 def tap(name: str, value: Any) -> None:
-    """Show ``value`` to whoever watches."""
+    """Show ``value`` to whoever watches; a function is called for it, and only then."""
     watching = _watching.get()
     if watching is not None:
         sink, inside = watching
-        sink(inside + name, value)
+        sink(inside + name, value() if callable(value) else value)
 
 
 @contextlib.contextmanager

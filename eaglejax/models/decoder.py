@@ -172,7 +172,7 @@ def forward(
     _check(config, tokens, positions, cache, visible, aux)
     tap("tokens", tokens)
     tap("positions", positions)
-    tap("visible", visible.new(tokens.shape[1], cache.lengths))
+    tap("visible", lambda: visible.new(tokens.shape[1], cache.lengths))
     with jax.named_scope("embed"):
         x = embedding(params["embed"], tokens)
         if config.embed_scale is not None:
