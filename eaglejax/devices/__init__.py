@@ -4,39 +4,8 @@ Importing ``eaglejax`` calls :func:`prepare` once. Nothing in this package impor
 level, because some settings are read only while jax starts.
 """
 
-from __future__ import annotations
-
-import dataclasses
-import functools
-import os
-import sys
-
-from eaglejax.devices import compile_cache, cpu, kernel_errors
-from eaglejax.devices.adapter import XLA, Adapter, Attention, choose, current
+from eaglejax.devices.adapter import XLA, Adapter, Attention
+from eaglejax.devices.choice import choose, current
+from eaglejax.devices.startup import Startup, jax_has_started, prepare
 
 __all__ = ["XLA", "Adapter", "Attention", "Startup", "choose", "current", "jax_has_started", "prepare"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Startup:
-    """What :func:`prepare` did. Each text says what is in force and why; ``eaglejax doctor`` prints them."""
-
-    cpu_flags: cpu.FlagReport
-    compile_cache: compile_cache.CacheReport
-
-
-@functools.cache
-def prepare() -> Startup:
-    """Set CPU compiler flags and the persistent compilation cache, and make kernels' refusals eaglejax's own,
-    once a process."""
-    kernel_errors.adopt()
-    started = jax_has_started()
-    return Startup(
-        cpu.set_flags(os.environ, started=started), compile_cache.enable(os.environ, started=started)
-    )
-
-
-def jax_has_started() -> bool:
-    """Whether this process already made a jax backend, after which XLA reads no more flags."""
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    return bridge is not None and bool(bridge.backends_are_initialized())

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from eaglejax.devices.startup import prepare
+
 GIB = 1 << 30
 VERSIONS = ("eaglejax", "jax", "jaxlib", "numpy", "transformers", "tokenizers", "safetensors", "gguf")
 
@@ -18,9 +20,7 @@ def describe() -> dict[str, Any]:
     """The ``machine`` object of every report. Starts jax."""
     import jax
 
-    from eaglejax import devices
-
-    startup = devices.prepare()
+    startup = prepare()
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor(),

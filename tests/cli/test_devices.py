@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from eaglejax.devices import compile_cache, cpu
+from eaglejax.devices import compile_cache, cpu_flags
 
-OURS = [f"{name}={value}" for name, value in cpu.FLAGS.items()]
-FIRST, SECOND = cpu.FLAGS
+OURS = [f"{name}={value}" for name, value in cpu_flags.FLAGS.items()]
+FIRST, SECOND = cpu_flags.FLAGS
 
 
 @pytest.fixture(autouse=True)
 def no_accelerator(monkeypatch):
-    monkeypatch.setattr(cpu, "accelerator_present", lambda: False)
+    monkeypatch.setattr(cpu_flags, "accelerator_present", lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -27,19 +27,19 @@ def no_accelerator(monkeypatch):
         ({"XLA_FLAGS": f"{FIRST}=none"}, [f"{FIRST}=none", OURS[1]]),
         ({"XLA_FLAGS": f"{SECOND}=A {FIRST}=none"}, [f"{SECOND}=A", f"{FIRST}=none"]),
         ({"JAX_PLATFORMS": "cuda,cpu"}, []),
-        ({cpu.OFF_VARIABLE: "1", "XLA_FLAGS": "--xla_dump_to=/x"}, ["--xla_dump_to=/x"]),
-        ({cpu.OFF_VARIABLE: "0"}, OURS),
+        ({cpu_flags.OFF_VARIABLE: "1", "XLA_FLAGS": "--xla_dump_to=/x"}, ["--xla_dump_to=/x"]),
+        ({cpu_flags.OFF_VARIABLE: "0"}, OURS),
     ],
 )
 def test_flags_that_are_set(environ, after):
-    report = cpu.set_flags(environ, started=False)
+    report = cpu_flags.set_flags(environ, started=False)
     assert environ.get("XLA_FLAGS", "").split() == after
-    assert set(report.in_force) == {word for word in after if word.split("=")[0] in cpu.FLAGS}
+    assert set(report.in_force) == {word for word in after if word.split("=")[0] in cpu_flags.FLAGS}
 
 
 def test_flags_come_too_late_once_jax_has_started(caplog):
     environ = {}
-    report = cpu.set_flags(environ, started=True)
+    report = cpu_flags.set_flags(environ, started=True)
     assert environ == {}
     assert report.in_force == ()
     assert "already started" in report.reason
@@ -47,12 +47,12 @@ def test_flags_come_too_late_once_jax_has_started(caplog):
 
 
 def test_an_accelerator_is_left_alone(monkeypatch):
-    monkeypatch.setattr(cpu, "accelerator_present", lambda: True)
+    monkeypatch.setattr(cpu_flags, "accelerator_present", lambda: True)
     environ = {}
-    assert "accelerator" in cpu.set_flags(environ, started=False).reason
+    assert "accelerator" in cpu_flags.set_flags(environ, started=False).reason
     assert environ == {}
     environ = {"JAX_PLATFORMS": "cpu"}
-    assert cpu.set_flags(environ, started=False).in_force == tuple(OURS)
+    assert cpu_flags.set_flags(environ, started=False).in_force == tuple(OURS)
 
 
 def test_an_unknown_jaxlib_is_asked_once(tmp_path, monkeypatch):
@@ -63,25 +63,25 @@ def test_an_unknown_jaxlib_is_asked_once(tmp_path, monkeypatch):
         asked.append(flags)
         return False
 
-    assert [cpu.understands("9.9", OURS, environ, probe) for _ in range(2)] == [False, False]
+    assert [cpu_flags.understands("9.9", OURS, environ, probe) for _ in range(2)] == [False, False]
     assert asked == [OURS]
-    assert not cpu.understands("9.9", OURS[:1], environ, probe)
+    assert not cpu_flags.understands("9.9", OURS[:1], environ, probe)
     assert asked == [OURS, OURS[:1]]
     memory = next((tmp_path / "home").glob("*9.9*"))
     memory.write_text("damaged")
-    assert not cpu.understands("9.9", OURS, environ, probe)
+    assert not cpu_flags.understands("9.9", OURS, environ, probe)
     assert json.loads(memory.read_text()) == {" ".join(OURS): False}
 
-    monkeypatch.setattr(cpu, "KNOWN_JAXLIB", ())
-    monkeypatch.setattr(cpu, "_starts_with", lambda flags: False)
-    report = cpu.set_flags(environ, started=False)
+    monkeypatch.setattr(cpu_flags, "KNOWN_JAXLIB", ())
+    monkeypatch.setattr(cpu_flags, "_starts_with", lambda flags: False)
+    report = cpu_flags.set_flags(environ, started=False)
     assert "does not understand" in report.reason
     assert "XLA_FLAGS" not in environ
 
 
 def test_the_probe_tells_flags_apart():
-    assert cpu._starts_with(OURS)
-    assert not cpu._starts_with(["--xla_of_no_release=1"])
+    assert cpu_flags._starts_with(OURS)
+    assert not cpu_flags._starts_with(["--xla_of_no_release=1"])
 
 
 def test_the_compilation_cache(tmp_path, monkeypatch):

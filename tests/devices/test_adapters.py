@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from eaglejax import devices, pytree
-from eaglejax.devices import Attention, adapter, chips, gpu, memory
+from eaglejax.devices import Attention, adapter, chips, choice, gpu, memory
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
@@ -123,7 +123,7 @@ def test_overrides_from_a_file(tmp_path, monkeypatch):
     assert reasons["mesh"] != "chosen by the user"
     assert adapter.resolve_kernel(got, got.attention) == "tpu"
 
-    monkeypatch.setenv(adapter.VARIABLE, str(path))
+    monkeypatch.setenv(choice.VARIABLE, str(path))
     devices.current.cache_clear()
     try:
         assert devices.current().attention == got.attention

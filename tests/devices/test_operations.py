@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eaglejax import devices
-from eaglejax.devices import adapter
+from eaglejax.devices import choice
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.quant.array import QuantArray
@@ -57,7 +57,7 @@ def choose_operations(tmp_path, monkeypatch):
     def use(**chosen):
         lines = [f'{name} = "{implementation}"\n' for name, implementation in chosen.items()]
         (tmp_path / "adapter.toml").write_text("".join(["[operations]\n", *lines]))
-        monkeypatch.setenv(adapter.VARIABLE, str(tmp_path / "adapter.toml"))
+        monkeypatch.setenv(choice.VARIABLE, str(tmp_path / "adapter.toml"))
         devices.current.cache_clear()
 
     yield use
