@@ -12,7 +12,9 @@ import rich.table
 import eaglejax as ej
 from eaglejax import devices
 from eaglejax.cli import show
+from eaglejax.cli.inspect import target_config
 from eaglejax.devices import compile_cache, cpu, machine
+from eaglejax.errors import ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.rope import RopeConfig
 
@@ -21,12 +23,14 @@ from eaglejax.nn.rope import RopeConfig
 class Doctor:
     """Report versions, devices, compiler flags, caches and memory, and decode with a tiny random model."""
 
+    target: str | None = None
+    """Say how many rows of this model fit the device (its configuration alone is read)."""
     json: bool = False
     """Print one JSON object on stdout, and nothing else there."""
 
     def run(self) -> int:
         """The command. Exit status 1 when the self-test fails."""
-        report = examine()
+        report = examine(self.target)
         if self.json:
             show.print_json(report)
         else:
@@ -34,8 +38,11 @@ class Doctor:
         return 0 if report["self_test"]["passed"] else 1
 
 
-def examine() -> dict[str, Any]:
-    """The object that ``doctor --json`` prints."""
+def examine(target: str | None = None) -> dict[str, Any]:
+    """The object that ``doctor --json`` prints. ``target``: a model whose memory is to be counted;
+    raises what reading its configuration does."""
+    # A model that is not there is told before anything is measured.
+    config = None if target is None else target_config(target)
     startup = devices.prepare()
     adapter = devices.current()
     on_cpu = adapter.platform == "cpu"
@@ -55,12 +62,35 @@ def examine() -> dict[str, Any]:
             if on_cpu
             else None
         ),
+        "memory": None if config is None else memory(config, adapter),
         "cpu_flags": dataclasses.asdict(startup.cpu_flags),
         "compile_cache": dataclasses.asdict(startup.compile_cache),
         "home": str(compile_cache.home(os.environ)),
         "self_test": self_test(),
         "peak_memory_gib": round(machine.peak_memory_bytes() / machine.GIB, 2),
     }
+
+
+def memory(config: ModelConfig, adapter: devices.Adapter) -> dict[str, Any]:
+    """What decoding with trees of the usual size takes on the device: GiB of weights, how many rows of the
+    whole ``context`` fit, and how long one row can be; ``refused``: why not even the weights fit."""
+    fits = adapter.footprint(config, nodes=ej.DynamicTree().nodes)
+    found: dict[str, Any] = {
+        "weights_gib": round(fits.weights / machine.GIB, 2),
+        "weight_dtype": adapter.weight_dtype,
+        "cache_dtype": adapter.cache_dtype,
+        "context": config.max_position,
+        "rows": 0,
+        "longest_row": 0,
+        "refused": None,
+    }
+    try:
+        return found | {
+            "rows": fits.largest_batch(config.max_position),
+            "longest_row": min(config.max_position, fits.largest_context(1)),
+        }
+    except ConfigError as error:
+        return found | {"refused": str(error)}
 
 
 def tiny_config() -> ModelConfig:
@@ -152,6 +182,10 @@ def _print(report: dict[str, Any]) -> None:
     if over_cache := report["cache_operations"]:
         for row, name in (("cache attention", "attention"), ("cache writes", "write")):
             table.add_row(row, f"{_kernel(over_cache[name])}: {over_cache[name]['reason']}")
+    if takes := report["memory"]:
+        table.add_row("the model", f"{takes['weights_gib']} GiB of weights in {takes['weight_dtype']}")
+        fits = f"{takes['rows']} rows of {takes['context']} tokens fit, one row of {takes['longest_row']}"
+        table.add_row("", takes["refused"] or fits)
     flags = report["cpu_flags"]
     table.add_row("CPU flags", "\n".join([flags["reason"], *flags["in_force"]]))
     cache = report["compile_cache"]

@@ -1,12 +1,16 @@
 """What is set before jax starts, and that the user's word stands above it."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+from tiny_model import write_model
 
+from eaglejax import devices
+from eaglejax.cli import doctor
 from eaglejax.devices import compile_cache, cpu_flags
 
 OURS = [f"{name}={value}" for name, value in cpu_flags.FLAGS.items()]
@@ -131,8 +135,8 @@ def test_importing_the_package_prepares_jax(code, tmp_path):
         assert child.stdout.strip() == f"{sorted(OURS)} {tmp_path / 'jax'}"
 
 
-def test_doctor(run):
-    status, out, _ = run("doctor", "--json")
+def test_doctor(run, tmp_path):
+    status, out, _ = run("doctor", "--target", write_model(tmp_path / "model"), "--json")
     report = json.loads(out)
     assert status == 0
     assert report["self_test"]["passed"] is True
@@ -149,6 +153,21 @@ def test_doctor(run):
     assert set(packed["milliseconds"]) == {"1", "8"}
     for how in report["cache_operations"].values():
         assert (how["implementation"] == "native") is (how["level"] is not None)
+    takes = report["memory"]
+    assert takes["refused"] is None
+    assert takes["rows"] > 1
+    assert takes["longest_row"] == takes["context"] > 0
+
+
+def test_doctor_says_what_does_not_fit():
+    here = devices.current()
+    small = dataclasses.replace(here, memory_bytes=1000)
+    takes = doctor.memory(doctor.tiny_config(), small)
+    assert (takes["rows"], takes["longest_row"]) == (0, 0)
+    assert "the weights take" in takes["refused"]
+    weights = here.footprint(doctor.tiny_config()).weights
+    takes = doctor.memory(doctor.tiny_config(), dataclasses.replace(here, memory_bytes=weights + 1000))
+    assert (takes["rows"], takes["longest_row"], takes["refused"]) == (0, 0, None)
 
 
 def test_doctor_says_why_there_is_no_native_kernel(run, monkeypatch):

@@ -108,8 +108,6 @@ class TorchRunner:
                 f"the draft is for {spec.vocab_size} tokens and features of {spec.target_hidden_size}; the "
                 f"target has {target.vocab_size} and {target.hidden_size}"
             )
-        if spec.version == 3 and not spec.aux:
-            raise ConfigError("the draft's spec does not say which boundaries it reads")
 
     @property
     def adapter(self) -> DeviceAdapter:
@@ -292,7 +290,7 @@ class TorchRunner:
 
     @property
     def _aux(self) -> tuple[int, ...]:
-        return self._draft.spec.aux if self._draft is not None and self._draft.spec.version == 3 else ()
+        return self._draft.spec.taps if self._draft is not None else ()
 
     @property
     def _levels(self) -> int:

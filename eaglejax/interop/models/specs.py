@@ -90,6 +90,16 @@ class EagleSpec:
     feature_map: bool = False
     moe: MoeSpec | None = None
 
+    def __post_init__(self) -> None:
+        if self.version == 3 and not self.aux:
+            raise ConfigError("the draft's spec does not say which boundaries it reads")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden-state boundaries of the target that it reads; none where it reads the state behind the final
+        norm."""
+        return self.aux if self.version == 3 else ()
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeSpec:
