@@ -1,8 +1,22 @@
-"""Errors a person meets. Each names what is wrong, where, and what would be right."""
+"""Errors a person meets. Each names what is wrong, where, and what would be right, in one line."""
+
+LONGEST = 500
+"""Characters of a message. What a damaged file holds can be of any length."""
 
 
 class EaglejaxError(ValueError):
-    """Base of every refusal by eaglejax; the CLI prints its text without a traceback and exits with 2."""
+    """Base of every refusal by eaglejax; the CLI prints its text without a traceback and exits with 2.
+
+    The text is one line of at most ``LONGEST`` characters: what cannot be printed is escaped, and of a longer
+    one the middle is left out.
+    """
+
+    def __init__(self, message: str) -> None:
+        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+        if len(shown) > LONGEST:
+            end = LONGEST // 3
+            shown = f"{shown[: LONGEST - end - 5]} ... {shown[-end:]}"
+        super().__init__(shown)
 
 
 class ConfigError(EaglejaxError):

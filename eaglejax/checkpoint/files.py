@@ -4,6 +4,7 @@ progress bar."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -47,14 +48,29 @@ def read_json(path: Path, *, default: Any = None) -> Any:
     try:
         if path.stat().st_size > json_text.MOST_BYTES:
             raise CheckpointError(f"{path} has more than {json_text.MOST_BYTES} bytes, as no settings do")
-        value = json_text.parse(path.read_bytes())
+        text = path.read_bytes()
+        value = json_text.parse(text)
+        if b"\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{path} holds half of a surrogate pair, which is no character") from error
     except json_text.JsonError as error:
         raise CheckpointError(f"{path} is {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
     return value
+
+
+def read_text(path: Path) -> str:
+    """A file of settings as text. Raises ``CheckpointError`` for one that cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is damaged: byte {error.start + 1} is not UTF-8") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -96,7 +112,8 @@ def weight_files(folder: Path, stem: str, suffix: str) -> tuple[list[Path], dict
 
 
 def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    plain = isinstance(name, str) and name.isprintable() and len(name.encode()) < 256
+    return plain and name not in ("", ".", "..") and not set(name) & set("/\\")
 
 
 def say_strays(folder: Path, taken: list[Path]) -> None:

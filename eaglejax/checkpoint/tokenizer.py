@@ -21,7 +21,7 @@ import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 
-from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.files import read_json, read_text
 from eaglejax.conversation import Conversation, read_messages
 from eaglejax.errors import CheckpointError, ConfigError, RequestError
 
@@ -298,11 +298,16 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):
         # Several named templates: [{"name", "template"}].
-        return next((t["template"] for t in template if t.get("name") == "default"), None)
+        named = [t for t in template if isinstance(t, Mapping) and t.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {template!r:.80}; it is a text"
+        )
     return template
 
 

@@ -168,6 +168,8 @@ class _Pickle:
     def _step(self, name: str, argument: Any) -> None:
         stack = self._stack
         if name in _LITERALS:
+            if isinstance(argument, str):
+                argument.encode("utf-8")  # pickletools lets half surrogate pairs pass
             stack.append(argument)
         elif name in _CONSTANTS:
             stack.append(_CONSTANTS[name]())

@@ -227,7 +227,7 @@ def from_hf(config: Mapping[str, Any], *, context: int | None = None) -> ModelCo
         max_position=read.integer("max_position_embeddings"),
         rope=rope,
         query_scale=(read.number("query_pre_attn_scalar", head_dim) or head_dim) ** -0.5,
-        norm_eps=read.number("rms_norm_eps") or 1e-6,
+        norm_eps=read.fraction("rms_norm_eps", 1e-6),
         activation=_ACTIVATION_NAMES[act],
         tie_embeddings=read.flag("tie_word_embeddings"),
         qkv_bias=attention_bias or family == "qwen2",

@@ -73,6 +73,13 @@ class ConfigReader:
             raise ConfigError(f"{key} is {value!r:.80}; it must be a number above 0")
         return float(value)
 
+    def fraction(self, key: str, default: float) -> float:
+        """A number between 0 and 1."""
+        value = self.number(key, default)
+        if value is None or value >= 1:
+            raise ConfigError(f"{key} is {value!r}; it must lie between 0 and 1")
+        return value
+
     def choice(self, key: str, default: str) -> str:
         value = self.get(key, default)
         if not isinstance(value, str):

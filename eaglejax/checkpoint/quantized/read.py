@@ -144,6 +144,7 @@ def read_scheme(folder: Path, raw: Mapping[str, Any]) -> quant_compressed.Scheme
     """The checked ``quantization_config`` of a compressed-tensors folder."""
     text = raw.get("text_config") or {}
     given = raw.get("quantization_config") or text.get("quantization_config")
+    require(isinstance(given, Mapping), f"{folder / 'config.json'}: quantization_config must be an object")
     assert isinstance(given, Mapping)
     return quant_compressed.parse_config(given, str(folder / "config.json"), plain_name)
 

@@ -110,7 +110,7 @@ class _Reader(Shapes):
             **self.mlp(),
             **heads,
             "num_layers": self.layers(),
-            "norm_eps": float(self.layer.get("rms_norm_eps") or 1e-6),
+            "norm_eps": self.number("rms_norm_eps", 1e-6),
             "rope": self.rope(),
             "activation": self.activation(),
             **parts.switches(self, version),

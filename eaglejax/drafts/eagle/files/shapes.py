@@ -4,6 +4,7 @@ contradict each other."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,7 +47,7 @@ class Shapes:
         self.layer: Mapping[str, Any] = raw
         if isinstance(nested, Mapping):
             kind = nested.get("model_type", "qwen3")
-            if kind not in _NESTED_DEFAULTS:
+            if not isinstance(kind, str) or kind not in _NESTED_DEFAULTS:
                 self.fail(
                     f"transformer_layer_config.model_type {kind!r} is not supported; llama and qwen3 are"
                 )
@@ -75,8 +76,8 @@ class Shapes:
         """A boolean that stands at the top, in ``eagle_config`` or in eaglejax's own block."""
         inner = self.raw.get("eagle_config")
         places = [self.raw, self.settings, *([inner] if isinstance(inner, Mapping) else [])]
-        found = {p[name] for p in places if p.get(name) is not None}
-        if len(found) > 1:
+        found = [p[name] for p in places if p.get(name) is not None]
+        if any(value != found[0] for value in found):
             self.fail(f"config.json says {name} twice and differently")
         value = found.pop() if found else default
         if value is not None and not isinstance(value, bool):
@@ -91,6 +92,16 @@ class Shapes:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.fail(f"{key} is {value!r}; it must be a positive integer")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number above 0 of the layer's settings."""
+        value = self.layer.get(key)
+        if value is None:
+            return default
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value <= sys.float_info.max:
+            self.fail(f"{key} is {value!r}; it must be a number above 0")
+        return float(value)
 
     def heads(self, q_out: int) -> dict[str, int]:
         """Counts and size of attention heads, as tensors and settings agree."""
@@ -107,7 +118,7 @@ class Shapes:
             self.fail(
                 "config.json has neither num_attention_heads nor head_dim; the heads cannot be told apart"
             )
-        if q_out % head_dim or k_out % head_dim or count not in (None, q_out // head_dim):
+        if not head_dim or q_out % head_dim or k_out % head_dim or count not in (None, q_out // head_dim):
             self.fail(
                 f"{count} heads and head_dim {head_dim} do not fit projections of {q_out} (q) and {k_out} "
                 f"(k) values"
@@ -176,7 +187,7 @@ class Shapes:
     def activation(self) -> str:
         """The MLP's activation, by its name here."""
         name = self.layer.get("hidden_act") or "silu"
-        if name not in _ACTIVATIONS:
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
             self.fail(f"activation {name!r} is not supported; use one of {sorted(_ACTIVATIONS)}")
         return _ACTIVATIONS[name]
 
@@ -185,6 +196,8 @@ class Shapes:
         if "windows" in self.settings:
             return tuple(self.settings["windows"])
         kinds = self.layer.get("layer_types")
+        if kinds is not None and not (isinstance(kinds, list) and all(isinstance(k, str) for k in kinds)):
+            self.fail(f"layer_types is {kinds!r}; it must be a list of names")
         if not kinds or "sliding_attention" not in kinds[:layers]:
             return ()
         if len(kinds) < layers:
