@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
@@ -99,10 +99,15 @@ def initialize(table: Any, key: jax.Array) -> Any:
     return jax.tree.unflatten(treedef, values)
 
 
-def shardings(table: Any, mesh: Mesh, rules: dict[str, str | tuple[str, ...] | None]) -> Any:
-    """The table as ``NamedSharding`` leaves; ``rules``: logical axis -> mesh axes (absent: replicated)."""
+def shardings(table: Any, mesh: Mesh, rules: Mapping[str, str]) -> Any:
+    """The table as ``NamedSharding`` leaves; ``rules``: logical axis -> mesh axis (absent: replicated). A
+    dimension that the devices of its mesh axis do not divide is replicated, too."""
+
+    def axis(name: str | None, size: int) -> str | None:
+        found = rules.get(name) if name else None
+        return found if found is not None and size % mesh.shape[found] == 0 else None
 
     def of(info: ArrayInfo) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(rules.get(a) if a else None for a in info.axes)))
+        return NamedSharding(mesh, PartitionSpec(*map(axis, info.axes, info.shape)))
 
     return jax.tree.map(of, table, is_leaf=is_info)

@@ -9,12 +9,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from eaglejax.checkpoint.files import progress, read_json, say_strays, weight_files
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
-from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Rule, TensorStore, check_layers, materialize, plan
+from eaglejax.checkpoint.tables import (
+    COPY,
+    TRANSPOSE,
+    Rule,
+    TensorStore,
+    check_layers,
+    materialize,
+    placement,
+    plan,
+)
 from eaglejax.errors import CheckpointError
 from eaglejax.models.config import ModelConfig, from_hf
 from eaglejax.models.decoder import param_table
@@ -283,8 +292,11 @@ def _same(store: TensorStore, a: str, b: str, step: int = 4096) -> bool:
     )
 
 
-def load_folder(folder: Path, dtype: Any, *, context: int | None = None) -> tuple[ModelConfig, Any]:
-    """(config, params) of a Hugging Face folder, every weight converted to ``dtype`` on its way.
+def load_folder(
+    folder: Path, dtype: Any, *, context: int | None = None, mesh: Mesh | None = None
+) -> tuple[ModelConfig, Any]:
+    """(config, params) of a Hugging Face folder, every weight converted to ``dtype`` on its way and put in
+    its parts on the devices of ``mesh`` (see ``tables.placement``).
 
     ``context`` is the length that length-dependent rotary kinds are evaluated for. Quantised folders are read
     by ``quant_read.load_quantized``. Raises ``CheckpointError`` or ``ConfigError``.
@@ -305,9 +317,9 @@ def load_folder(folder: Path, dtype: Any, *, context: int | None = None) -> tupl
         ignorable=(*IGNORABLE, *IGNORABLE_OF.get(config.family, ()), *ignorable),
     )
     store.check_dtypes(name for assignment in assignments for name in assignment.names)
-    leaves = {}
+    leaves, place = {}, placement(table, mesh)
     with progress(f"loading {folder.name}", len(assignments)) as advance:
         for assignment in assignments:
-            leaves[assignment.leaf] = jax.device_put(materialize(assignment, store), may_alias=True)
+            leaves[assignment.leaf] = place(assignment.leaf, materialize(assignment, store))
             advance()
     return config, unflatten(table, leaves)

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from eaglejax.checkpoint.gguf.load import load_gguf
 from eaglejax.checkpoint.gguf.packed import load_packed
 from eaglejax.checkpoint.hf import load_folder, quantized_form
@@ -26,6 +28,7 @@ def load_target(
     context: int | None = None,
     quant: Plan | Scheme | str | None = None,
     eos: int | str | Sequence[int | str] = (),
+    mesh: Mesh | None = None,
 ) -> Target:
     """Load a model with its tokenizer.
 
@@ -42,23 +45,29 @@ def load_target(
     ``eos``: further tokens, ids or their text, that end a text. A model whose files name none that its
     tokenizer knows is warned of: its answers go on to their length limit.
 
+    ``mesh``: devices over whose axis ``model`` plain weights are divided as they are read, so that no device
+    ever holds a whole one. Quantised weights are not divided.
+
     Raises ``CheckpointError``, ``ConfigError`` or ``MismatchError`` naming what is wrong.
     """
     dtype = weight_dtype(dtype)
     plan = None if quant is None else as_plan(quant)
     told: dict[str, Any] = {}
     found = source if isinstance(source, Source) else resolve(source)
+    packed = plan is not None or (found.kind == "folder" and quantized_form(found.path) is not None)
+    if mesh is not None and packed:
+        raise ConfigError("a mesh divides plain weights; leave it out for quantised ones")
     if found.kind == "gguf" and plan is not None:
         config, params, tokenizer = load_packed(found.path, dtype, plan, context=context)
         told["quantization"] = plan.label
     elif found.kind == "gguf":
-        config, params, tokenizer = load_gguf(found.path, dtype, context=context)
+        config, params, tokenizer = load_gguf(found.path, dtype, context=context, mesh=mesh)
     elif quantized_form(found.path) is not None:
         folder = load_quantized(found.path, dtype, context=context)
         config, params, told = folder.config, folder.params, folder.told()
         tokenizer = load_tokenizer(found.path)
     else:
-        config, params = load_folder(found.path, dtype, context=context)
+        config, params = load_folder(found.path, dtype, context=context, mesh=mesh)
         told = exported_rotation(found.path, config)
         tokenizer = load_tokenizer(found.path)
     tokenizer = tokenizer.with_eos([eos] if isinstance(eos, int | str) else eos)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from eaglejax import json_text
 from eaglejax.checkpoint.files import make_folder, only_writer, read_json, write_text
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile, write_safetensors
 from eaglejax.errors import CheckpointError
@@ -159,7 +160,12 @@ def _index(shards: dict[str, SafetensorsFile]) -> dict[str, tuple[str, int, int]
     index = {}
     for name, file in shards.items():
         at = 0
-        for key, length in json.loads(file.metadata["samples"]):
-            index[key] = (name, at, length)
-            at += length
+        try:
+            for key, length in json_text.parse(file.metadata["samples"]):
+                index[str(key)] = (name, at, int(length))
+                at += int(length)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{file.paths[0]} is damaged: its list of samples cannot be read"
+            ) from error
     return index

@@ -19,6 +19,7 @@ from eaglejax.errors import ConfigError, MismatchError, RequestError
 from eaglejax.models import decoder
 from eaglejax.models.target import random_target
 from eaglejax.nn.visible import Causal
+from eaglejax.pytree import ArrayInfo, shardings
 
 
 @pytest.fixture
@@ -51,6 +52,37 @@ def test_a_folder_and_a_gguf_file_give_the_same_target(folder, gguf_path):
     assert b.eos_ids == b.tokenizer.eos_ids
     assert set(a.eos_ids) <= set(b.eos_ids)
     assert a.context == b.context == 64
+
+
+def test_a_mesh_divides_weights_as_they_are_read(folder, gguf_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
+    whole = load_target(gguf_path, dtype="float32")
+    for source in (folder, gguf_path):
+        parts = load_target(source, dtype="float32", mesh=mesh)
+        jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
+        layer = parts.params["layers"][0]
+        specs = {name: tuple(layer[name].sharding.spec) for name in ("q", "o", "down", "attn_norm")}
+        assert specs == {
+            "q": (None, "model"),
+            "o": ("model", None),
+            "down": ("model", None),
+            "attn_norm": (None,),
+        }
+        assert tuple(parts.params["embed"].sharding.spec) == ("model", None)
+        assert parts.params["embed"].sharding.mesh == mesh
+    with pytest.raises(ConfigError, match="leave it out for quantised ones"):
+        load_target(gguf_path, quant="w8a8", mesh=mesh)
+    with pytest.raises(ConfigError, match="weights are divided over 'model'"):
+        load_target(folder, mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)))
+
+
+def test_what_the_devices_do_not_divide_stays_whole():
+    infos = {
+        "a": ArrayInfo((6, 4), np.float32, ("vocab", "embed")),
+        "b": ArrayInfo((7,), np.float32, ("vocab",)),
+    }
+    places = shardings(infos, jax.sharding.AbstractMesh((2,), ("model",)), {"vocab": "model"})
+    assert (tuple(places["a"].spec), tuple(places["b"].spec)) == (("model", None), (None,))
 
 
 def test_logits_equal_transformers(folder):

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from eaglejax.checkpoint.files import cache_dir, progress, read_json
 from eaglejax.checkpoint.gguf.metadata import config_from_metadata
@@ -35,6 +35,7 @@ from eaglejax.checkpoint.tables import (
     Rule,
     check_layers,
     materialize,
+    placement,
     plan,
 )
 from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
@@ -120,8 +121,11 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def load_gguf(path: Path, dtype: Any, *, context: int | None = None) -> tuple[ModelConfig, Any, Tokenizer]:
-    """(config, params, tokenizer) of a GGUF file, converted on the first call and mapped on later ones.
+def load_gguf(
+    path: Path, dtype: Any, *, context: int | None = None, mesh: Mesh | None = None
+) -> tuple[ModelConfig, Any, Tokenizer]:
+    """(config, params, tokenizer) of a GGUF file, converted on the first call and mapped on later ones; with
+    a ``mesh`` each device gets its part (see ``tables.placement``).
 
     Raises ``CheckpointError`` or ``ConfigError`` when the file is not understood or the cache cannot be
     written.
@@ -137,7 +141,7 @@ def load_gguf(path: Path, dtype: Any, *, context: int | None = None) -> tuple[Mo
             if not weights.is_file():
                 _store_weights(file, from_hf(read_json(folder / "config.json")), dtype, weights)
     config = from_hf(read_json(folder / "config.json"), context=context)
-    return config, _map_params(weights, param_table(config, dtype)), load_tokenizer(folder)
+    return config, _map_params(weights, param_table(config, dtype), mesh), load_tokenizer(folder)
 
 
 def converted_folder(path: Path) -> Path:
@@ -199,17 +203,17 @@ def _store_weights(file: GGUFFile, config: ModelConfig, dtype: np.dtype, weights
         write_safetensors(weights, arrays, {"source": file.path.name})
 
 
-def _map_params(weights: Path, table: Any) -> Any:
+def _map_params(weights: Path, table: Any, mesh: Mesh | None) -> Any:
     """Params as arrays over the mapped file."""
     file = SafetensorsFile([weights])
     paths = leaf_paths(table)
     if set(file.names()) != set(paths):
         raise CheckpointError(f"{weights} does not hold this model; delete it, and it will be made again")
-    leaves = {}
+    leaves, place = {}, placement(table, mesh)
     for path, info in paths.items():
         if file.shape(path) != info.shape or file.dtype(path) != np.dtype(info.dtype):
             raise CheckpointError(
                 f"{weights} holds another {path}; delete the file, and it will be made again"
             )
-        leaves[path] = jax.device_put(file.array(path), may_alias=True)
+        leaves[path] = place(path, file.array(path))
     return unflatten(table, leaves)
