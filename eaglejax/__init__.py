@@ -9,29 +9,34 @@ print(out.text, out.stats.mean_acceptance_length)
 ```
 """
 
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
 from eaglejax import devices
 
 # Some settings are read only while jax starts, so this comes before every import that may start it.
 devices.prepare()
 
-from eaglejax.api import generate, stream  # noqa: E402
-from eaglejax.checkpoint.target import load_target  # noqa: E402
-from eaglejax.conversation import Conversation  # noqa: E402
-from eaglejax.drafts.autoregressive import Autoregressive  # noqa: E402
-from eaglejax.drafts.base import Bound  # noqa: E402
-from eaglejax.drafts.draft_model.load import load_draft_model  # noqa: E402
-from eaglejax.drafts.draft_model.proposer import DraftModel  # noqa: E402
-from eaglejax.drafts.eagle.files.load import load_draft  # noqa: E402
-from eaglejax.drafts.eagle.proposer import Eagle  # noqa: E402
-from eaglejax.drafts.grow import DynamicTree  # noqa: E402
-from eaglejax.drafts.ngram import NGram  # noqa: E402
-from eaglejax.drafts.prediction import Prediction  # noqa: E402
-from eaglejax.drafts.tree import StaticTree, chain, from_choices  # noqa: E402
-from eaglejax.errors import EaglejaxError  # noqa: E402
-from eaglejax.models.target import Target, random_target  # noqa: E402
-from eaglejax.quant import Plan, calibrate, get_scheme, quantize_target  # noqa: E402
-from eaglejax.sampling import Sampling  # noqa: E402
-from eaglejax.speculate.generate import Generation, Piece  # noqa: E402
+if TYPE_CHECKING:
+    from eaglejax.api import generate, stream
+    from eaglejax.checkpoint.target import load_target
+    from eaglejax.conversation import Conversation
+    from eaglejax.drafts.autoregressive import Autoregressive
+    from eaglejax.drafts.base import Bound
+    from eaglejax.drafts.draft_model.load import load_draft_model
+    from eaglejax.drafts.draft_model.proposer import DraftModel
+    from eaglejax.drafts.eagle.files.load import load_draft
+    from eaglejax.drafts.eagle.proposer import Eagle
+    from eaglejax.drafts.grow import DynamicTree
+    from eaglejax.drafts.ngram import NGram
+    from eaglejax.drafts.prediction import Prediction
+    from eaglejax.drafts.tree import StaticTree, chain, from_choices
+    from eaglejax.errors import EaglejaxError
+    from eaglejax.models.target import Target, random_target
+    from eaglejax.quant import Plan, calibrate, get_scheme, quantize_target
+    from eaglejax.sampling import Sampling
+    from eaglejax.speculate.generate import Generation, Piece
 
 __version__ = "0.1.0"
 
@@ -63,3 +68,49 @@ __all__ = [
     "random_target",
     "stream",
 ]
+
+_PLACES = {
+    "Autoregressive": "eaglejax.drafts.autoregressive",
+    "Bound": "eaglejax.drafts.base",
+    "Conversation": "eaglejax.conversation",
+    "DraftModel": "eaglejax.drafts.draft_model.proposer",
+    "DynamicTree": "eaglejax.drafts.grow",
+    "Eagle": "eaglejax.drafts.eagle.proposer",
+    "EaglejaxError": "eaglejax.errors",
+    "Generation": "eaglejax.speculate.generate",
+    "NGram": "eaglejax.drafts.ngram",
+    "Piece": "eaglejax.speculate.generate",
+    "Plan": "eaglejax.quant",
+    "Prediction": "eaglejax.drafts.prediction",
+    "Sampling": "eaglejax.sampling",
+    "StaticTree": "eaglejax.drafts.tree",
+    "Target": "eaglejax.models.target",
+    "calibrate": "eaglejax.quant",
+    "chain": "eaglejax.drafts.tree",
+    "from_choices": "eaglejax.drafts.tree",
+    "generate": "eaglejax.api",
+    "get_scheme": "eaglejax.quant",
+    "load_draft": "eaglejax.drafts.eagle.files.load",
+    "load_draft_model": "eaglejax.drafts.draft_model.load",
+    "load_target": "eaglejax.checkpoint.target",
+    "quantize_target": "eaglejax.quant",
+    "random_target": "eaglejax.models.target",
+    "stream": "eaglejax.api",
+}
+"""Where each name lives. Its module is imported when it is first asked for: a command that refuses its
+arguments, or says its version, need not start jax."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        value = getattr(importlib.import_module(_PLACES[name]), name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

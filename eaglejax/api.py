@@ -52,11 +52,18 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, INTEGERS) and not isinstance(value, bool)
 
 
-def encode_prompt(target: Target, prompt: Any, variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+def encode_prompt(
+    target: Target,
+    prompt: Any,
+    variables: Mapping[str, Any] | None = None,
+    *,
+    split_special_tokens: bool = False,
+) -> tuple[int, ...]:
     """Token ids of a text (with the model's own leading tokens), of a conversation or its messages (through
     the target's chat template, ready for the answer), or of ids (as they are).
 
-    ``variables``: what the template is to read where the conversation does not set it itself. Raises
+    ``variables``: what the template is to read where the conversation does not set it itself.
+    ``split_special_tokens``: control tokens that the text or conversation spells are text. Raises
     RequestError for anything else, and for variables without a template to read them.
     """
     if isinstance(prompt, np.ndarray):
@@ -64,7 +71,11 @@ def encode_prompt(target: Target, prompt: Any, variables: Mapping[str, Any] | No
     several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
     if isinstance(prompt, Conversation) or (several and all(isinstance(m, Mapping) for m in prompt)):
         conversation = as_conversation(prompt).with_defaults(variables or {})
-        return tuple(target.need_tokenizer().encode_conversation(conversation))
+        return tuple(
+            target.need_tokenizer().encode_conversation(
+                conversation, split_special_tokens=split_special_tokens
+            )
+        )
     if variables:
         raise RequestError(
             f"{', '.join(map(repr, variables))}: the chat template alone reads chat_template_kwargs; give "
@@ -73,7 +84,7 @@ def encode_prompt(target: Target, prompt: Any, variables: Mapping[str, Any] | No
     if isinstance(prompt, str):
         if not prompt:
             raise RequestError("the prompt is empty; give some text")
-        return tuple(target.need_tokenizer().encode(prompt))
+        return tuple(target.need_tokenizer().encode(prompt, split_special_tokens=split_special_tokens))
     if isinstance(prompt, Sequence) and all(_is_token(t) for t in prompt):
         return tuple(int(t) for t in prompt)
     raise RequestError(
@@ -132,6 +143,7 @@ def generate(
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] | Sequence[Sequence[int]] = (),
     chat_template_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    split_special_tokens: bool = False,
     predictions: Any = None,
     batch_size: int = DEFAULT_BATCH,
     verification: str = "token",
@@ -180,6 +192,7 @@ def generate(
             stop=stop,
             stop_token_ids=stop_token_ids,
             chat_template_kwargs=chat_template_kwargs,
+            split_special_tokens=split_special_tokens,
             predictions=predictions,
         )
     ):
@@ -210,6 +223,7 @@ def _requests(
     stop: Any,
     stop_token_ids: Any,
     chat_template_kwargs: Any,
+    split_special_tokens: bool,
     predictions: Any,
 ) -> Iterator[Request | EaglejaxError]:
     """One Request a prompt, or the error that says why it cannot be served."""
@@ -226,7 +240,9 @@ def _requests(
     ends = _stop_ids(stop_token_ids, len(items))
     for item, s, limit, guess, more, end in zip(items, samplings, limits, guesses, given, ends, strict=True):
         try:
-            ids = encode_prompt(target, item, template_variables(more or {}))
+            ids = encode_prompt(
+                target, item, template_variables(more or {}), split_special_tokens=split_special_tokens
+            )
             if isinstance(guess, str):
                 guess = target.need_tokenizer().encode(guess, special=False)
             request = Request(ids, s, limit, stops, None if guess is None else tuple(guess), end)
@@ -264,6 +280,7 @@ def stream(
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    split_special_tokens: bool = False,
     prediction: Any = None,
     verification: str = "token",
     logprobs: bool = False,
@@ -288,6 +305,7 @@ def stream(
         stop=stop,
         stop_token_ids=stop_token_ids,
         chat_template_kwargs=chat_template_kwargs,
+        split_special_tokens=split_special_tokens,
         predictions=None if prediction is None else [prediction],
     )
     if isinstance(request, EaglejaxError):

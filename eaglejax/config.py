@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eaglejax import json_text
 from eaglejax.conversation import Conversation, read_row, row_variables, template_variables
@@ -203,6 +203,9 @@ def _list(field: str, value: Any) -> list[Any]:
 
 
 Paths = tuple[tuple[int, ...], ...]
+AuxConvention = Literal["auto", "boundary", "block"]
+"""What layer ids in a draft's file count: hidden-state boundaries (0 = embedding), or blocks whose output is
+meant (id + 1)."""
 
 
 @dataclasses.dataclass(frozen=True)

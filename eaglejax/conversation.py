@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eaglejax.errors import RequestError
@@ -69,11 +69,33 @@ class Conversation:
         """The conversation with ``variables`` that it does not set itself."""
         return dataclasses.replace(self, variables={**variables, **self.variables})
 
+    def texts(self) -> list[str]:
+        """Every text that the template is given: in messages, roles apart, and in variables."""
+        found: list[str] = []
+        self.map_texts(lambda text: found.append(text) or text)  # type: ignore[func-returns-value]
+        return found
+
+    def map_texts(self, change: Callable[[str], str]) -> Conversation:
+        """The conversation with ``change`` applied to each of its ``texts``."""
+        messages = tuple(
+            {k: v if k == "role" else _mapped(v, change) for k, v in m.items()} for m in self.messages
+        )
+        return Conversation(messages, {k: _mapped(v, change) for k, v in self.variables.items()})
+
     @property
     def asks_tools(self) -> bool:
         """Whether a message calls a tool or is a tool's answer."""
         plain = ("system", "developer", "user", "assistant")
         return any(m["role"] not in plain or m.get("tool_calls") for m in self.messages)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """``value`` with ``change`` applied to every text in it, names of fields apart."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(inner, change) for name, inner in value.items()}
+    return [_mapped(inner, change) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def as_conversation(value: Any) -> Conversation:

@@ -30,11 +30,12 @@ def progress(text: str, total: int | None) -> Iterator[Callable[..., None]]:
     ``total`` None: the bar only shows that something moves.
     """
     import rich.console
+    import rich.markup
     import rich.progress
 
     bar = rich.progress.Progress(console=rich.console.Console(stderr=True), transient=True)
     with bar:
-        task = bar.add_task(text, total=total)
+        task = bar.add_task(rich.markup.escape(text), total=total)
         yield lambda amount=1: bar.advance(task, amount)
 
 

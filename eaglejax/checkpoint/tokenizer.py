@@ -11,6 +11,7 @@ import datetime
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from eaglejax.errors import CheckpointError, ConfigError, RequestError
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endoftext|>")
 """Tokens that end an assistant's turn in the chat formats of the supported families."""
+
+
+_ANCHOR = "\U0010fffd"
+"""A text of one private character, in front of what is encoded as the middle of a text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +83,27 @@ class Tokenizer:
             found.add(token)
         return dataclasses.replace(self, eos_ids=tuple(sorted(found)))
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    @functools.cached_property
+    def _splitting(self) -> tokenizers.Tokenizer:
+        """The same, but control tokens that a text spells are text. It also knows a token that stands for
+        none, ``_ANCHOR``, behind which a text is encoded as one that something precedes."""
+        copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        copy.add_tokens([tokenizers.AddedToken(_ANCHOR, normalized=False, special=False)])
+        copy.encode_special_tokens = True
+        return copy
+
+    @functools.cached_property
+    def _controls(self) -> tuple[re.Pattern[str], dict[str, tokenizers.AddedToken]]:
+        """A pattern of every control token as it is spelled, the longest first, and the tokens by text."""
+        tokens = {t.content: t for t in self.backend.get_added_tokens_decoder().values() if t.special}
+        spelled = sorted(filter(None, tokens), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, spelled)) or r"(?!)"), tokens
+
+    def encode(self, text: str, *, special: bool = True, split_special_tokens: bool = False) -> list[int]:
         """Ids of ``text``. ``special`` adds the tokens that the model expects around a text (a leading BOS,
-        say); special tokens that are spelled out in ``text`` are recognised either way. Raises
-        ``RequestError`` for a text that UTF-8 cannot hold (JSON can spell half a surrogate pair)."""
+        say); control tokens that are spelled out in ``text`` are recognised either way, unless
+        ``split_special_tokens`` takes them for text. Raises ``RequestError`` for a text that UTF-8 cannot
+        hold (JSON can spell half a surrogate pair)."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -89,7 +111,8 @@ class Tokenizer:
                 f"the text is no valid Unicode: character {error.start} is {text[error.start]!r}, half of a "
                 "surrogate pair"
             ) from error
-        return self.backend.encode(text, add_special_tokens=special).ids
+        backend = self._splitting if split_special_tokens else self.backend
+        return backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of ``ids``; no spaces are tidied up. Bytes that form no UTF-8 become U+FFFD; ids that stand
@@ -139,9 +162,46 @@ class Tokenizer:
             conversation.messages, add_generation_prompt=add_generation_prompt, **conversation.variables
         )
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]:
-        """Ids of ``conversation`` with what asks for the next answer behind it. Raises as ``render`` does."""
-        return self.encode(self.render(conversation), special=False)
+    def encode_conversation(
+        self, conversation: Conversation, *, split_special_tokens: bool = False
+    ) -> list[int]:
+        """Ids of ``conversation`` with what asks for the next answer behind it. Raises as ``render`` does.
+
+        ``split_special_tokens``: control tokens in the conversation (its messages, tools, documents) are
+        text; those of the template itself are not.
+        """
+        if not split_special_tokens:
+            return self.encode(self.render(conversation), special=False)
+        pattern, _ = self._controls
+        spelled = sorted(set(pattern.findall("\0".join(conversation.texts()))))
+        if not spelled:
+            return self.encode(self.render(conversation), special=False)
+        # While the template writes its own, those of the conversation are single private characters.
+        free = (chr(c) for c in range(0xF0000, 0xFFFFE) if not any(chr(c) in t for t in conversation.texts()))
+        marks = dict(zip(spelled, free, strict=False))
+        marked = conversation.map_texts(lambda text: pattern.sub(lambda found: marks[found[0]], text))
+        return self._encode_marked(self.render(marked), {mark: text for text, mark in marks.items()})
+
+    def _encode_marked(self, text: str, marks: Mapping[str, str]) -> list[int]:
+        """Ids of ``text``, in which control tokens are recognised, and ``marks`` (private character -> text)
+        stand for text."""
+        pattern, controls = self._controls
+        ids: list[int] = []
+        at, strip = 0, False
+        for found in [*pattern.finditer(text), None]:
+            token = None if found is None else controls[found[0]]
+            plain = text[at : len(text) if found is None else found.start()]
+            plain = plain.lstrip() if strip else plain
+            plain = plain.rstrip() if token is not None and token.lstrip else plain
+            plain = "".join(marks.get(c, c) for c in plain)
+            if plain:
+                behind = [] if at == 0 else [_ANCHOR]
+                parts = self.encode("".join([*behind, plain]), special=False, split_special_tokens=True)
+                ids += parts[len(behind) :]
+            if found is not None and token is not None:
+                ids.append(self.backend.token_to_id(token.content))
+                at, strip = found.end(), token.rstrip
+        return ids
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json``, which ``load_tokenizer`` and transformers

@@ -11,9 +11,10 @@ import tyro
 import eaglejax as ej
 from eaglejax.cli import show
 from eaglejax.cli.diagnose import PROMPTS, written_texts
+from eaglejax.config import AuxConvention
 from eaglejax.drafts.align_file import align_file, write_aligned
 from eaglejax.drafts.eagle.files.load import draft_folder
-from eaglejax.drafts.eagle.files.read import AuxConvention, read_draft
+from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.files.write import FormName
 from eaglejax.errors import ConfigError
 from eaglejax.measure.diagnose import Pair

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import eaglejax as ej
-from eaglejax.api import failed
 from eaglejax.config import BadRow, PromptRow
-from eaglejax.speculate import metrics
 
 
 def answer_rows(
@@ -28,6 +26,8 @@ def answer_rows(
     own.
     ``options`` are those of ``generate``.
     """
+    from eaglejax.api import failed
+
     answers: list[list[ej.Generation]] = [[] for _ in rows]
     for turn in range(max((row.count for row in rows), default=0)):
         asked = [n for n, row in enumerate(rows) if turn < row.count and not any(a.error for a in answers[n])]
@@ -71,6 +71,8 @@ def answer_json(name: str | int, answers: Sequence[ej.Generation]) -> dict[str, 
 
     A row that failed has ``error``, and the turns that did not fail.
     """
+    from eaglejax.speculate import metrics
+
     good = [a for a in answers if not a.error]
     errors = [a.error for a in answers if a.error]
     value: dict[str, Any] = {"id": name}

@@ -11,8 +11,9 @@ import tyro
 
 from eaglejax.checkpoint.target import load_target
 from eaglejax.cli import show
+from eaglejax.config import AuxConvention
 from eaglejax.drafts.eagle.files.load import draft_folder, draft_plan
-from eaglejax.drafts.eagle.files.read import AuxConvention, read_draft
+from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.files.write import FormName, tensors_of_file, write_draft
 
 

@@ -11,14 +11,13 @@ from typing import Any
 import rich.columns
 import rich.console
 import rich.live
-import rich.markup
 import rich.panel
 import rich.text
 
 import eaglejax as ej
 from eaglejax.cli import methods, show
 from eaglejax.cli.answers import answer_json
-from eaglejax.cli.bench import (
+from eaglejax.cli.session import (
     FLOAT32_AR,
     Session,
     machine_report,
@@ -145,7 +144,7 @@ class Demo:
             show.print_json({"identical": sound, "scenes": reports, "machine": machine_report(dtype)})
         else:
             for report in reports:
-                show.stderr().print(show.stats_table(report["title"], report["methods"]))
+                show.stderr().print(show.stats_table(report["title"], report["methods"].items()))
         for report in reports:
             for error in report["errors"]:
                 show.print_error(f"{error['id']}: {error['error']}")
@@ -181,7 +180,7 @@ def _stage(scene: Scene, *, quiet: bool) -> Iterator[View]:
         yield lambda method: lambda text: None
         return
     console = rich.console.Console(highlight=False)
-    console.print(f"\n[bold]{rich.markup.escape(scene.title)}[/]")
+    console.print(f"\n{scene.title}", style="bold", markup=False)
     if not sys.stdout.isatty():
         yield _write_after_each_other
         print()

@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import rich.markup
 import rich.table
+import rich.text
 import tyro
 
 import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.cli import show
-from eaglejax.config import BadRow, read_prompts
+from eaglejax.config import AuxConvention, BadRow, read_prompts
 from eaglejax.drafts.eagle.files.load import bind, draft_folder, read_weights
-from eaglejax.drafts.eagle.files.read import AuxConvention, DraftFile, read_draft
+from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
 from eaglejax.errors import ConfigError
 from eaglejax.measure.diagnose import STEPS, Report, diagnose
 from eaglejax.measure.quality import Texts
@@ -142,7 +142,7 @@ def _print(report: Report, decoded: Stats, title: str) -> None:
         table.add_column(heading, no_wrap=heading != "evidence")
     for f in report.findings:
         text = f.evidence if f.remedy is None else f"{f.evidence}. Remedy: {f.remedy}"
-        table.add_row(f.test, f"[{_COLOURS[f.verdict]}]{f.verdict}[/]", rich.markup.escape(text))
+        table.add_row(f.test, rich.text.Text(f.verdict, _COLOURS[f.verdict]), text)
     console.print(table)
     rates = show.acceptance(decoded.per_position_acceptance_rate)
     console.print(

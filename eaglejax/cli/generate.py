@@ -9,6 +9,7 @@ import eaglejax as ej
 from eaglejax.cli import methods, show
 from eaglejax.cli.answers import answer_json, answer_rows, bad_row_json, in_groups
 from eaglejax.config import (
+    AuxConvention,
     BadRow,
     PromptRow,
     SpeculativeConfig,
@@ -16,8 +17,8 @@ from eaglejax.config import (
     parse_template_kwargs,
     read_prompts,
 )
-from eaglejax.drafts.eagle.files.read import AuxConvention
 from eaglejax.errors import ConfigError
+from eaglejax.sampling_settings import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Generate:
     chat_template_kwargs: str | None = None
     """What the chat template reads beside the messages, a JSON object such as {"enable_thinking": false}; a
     row's own "chat_template_kwargs" go before."""
+    split_special_tokens: bool = False
+    """Take control tokens that prompts and messages spell, such as <|im_end|>, for text."""
     prediction_field: str | None = None
     """The field of the prompt file that holds what the answer will mostly repeat."""
     max_new_tokens: int = 256
@@ -105,7 +108,7 @@ class Generate:
         )
         rows = self._rows(config)
         variables = parse_template_kwargs(self.chat_template_kwargs)
-        sampling = ej.Sampling(
+        sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -139,6 +142,7 @@ class Generate:
             "sampling": sampling,
             "max_new_tokens": self.max_new_tokens,
             "chat_template_kwargs": variables,
+            "split_special_tokens": self.split_special_tokens,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
             "logprobs": self.logprobs,
@@ -195,7 +199,7 @@ class Generate:
                     advance()
         failed = [value for value in objects if "error" in value]
         if not self.json:
-            self._table({str(value["id"]): value["stats"] for value in objects if "stats" in value})
+            self._table([(str(value["id"]), value["stats"]) for value in objects if "stats" in value])
         for value in failed:
             show.print_error(f"prompt {value['id']}: {value['error']}")
         return 1 if failed else 0
@@ -216,9 +220,9 @@ class Generate:
                 show.write_text(piece.text)
             else:
                 show.write_text("\n")
-                self._table({self.target: piece.stats.to_json()})
+                self._table([(self.target, piece.stats.to_json())])
         return 0
 
-    def _table(self, stats: dict[str, dict[str, Any]]) -> None:
+    def _table(self, stats: list[tuple[str, dict[str, Any]]]) -> None:
         if stats:
             show.stderr().print(show.stats_table("times include compilation", stats))

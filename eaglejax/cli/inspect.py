@@ -17,9 +17,10 @@ from eaglejax.checkpoint.hf import read_config
 from eaglejax.checkpoint.quantized.summary import holds_target, summary
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.cli import show
+from eaglejax.config import AuxConvention
 from eaglejax.drafts.draft_model.load import is_eagle
 from eaglejax.drafts.eagle.files.load import draft_folder, draft_plan
-from eaglejax.drafts.eagle.files.read import AuxConvention, DraftFile, read_draft
+from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.models.config import ModelConfig, from_hf
 

@@ -1,51 +1,97 @@
-"""The console command. Options are the fields of one dataclass a command; ``docs/cli.md`` lists them all."""
+"""The console command. Options are the fields of one dataclass a command; ``docs/cli.md`` lists them all.
+
+A command's module is imported when that command is run, so that help and refusals do not wait for jax.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Any, NoReturn
 
-import tyro
-
-from eaglejax.cli.align import Align
-from eaglejax.cli.bench import Bench
-from eaglejax.cli.convert import Convert
-from eaglejax.cli.demo import Demo
-from eaglejax.cli.diagnose import Diagnose
-from eaglejax.cli.doctor import Doctor
-from eaglejax.cli.features import Features
-from eaglejax.cli.generate import Generate
-from eaglejax.cli.inspect import Inspect
-from eaglejax.cli.parity import Parity
-from eaglejax.cli.quantize import Quantize
-from eaglejax.cli.regenerate import Regenerate
-from eaglejax.cli.run import run_command
-from eaglejax.cli.sweep import Sweep
-from eaglejax.cli.train import Train
-
-Command = (
-    Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
-    | Annotated[Convert, tyro.conf.subcommand("convert")]
-    | Annotated[Quantize, tyro.conf.subcommand("quantize")]
-    | Annotated[Align, tyro.conf.subcommand("align")]
-    | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
-    | Annotated[Regenerate, tyro.conf.subcommand("regenerate")]
-    | Annotated[Features, tyro.conf.subcommand("features")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
-    | Annotated[Parity, tyro.conf.subcommand("parity")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-)
+COMMANDS = {
+    "demo": ("Demo", "watch a real model write the same text with and without drafts"),
+    "generate": ("Generate", "answer prompts"),
+    "bench": ("Bench", "measure speed and acceptance of methods beside plain decoding"),
+    "inspect": ("Inspect", "say how a checkpoint is understood"),
+    "convert": ("Convert", "write a draft in another project's form"),
+    "quantize": ("Quantize", "quantise a model, rotated first if asked"),
+    "align": ("Align", "write a draft for a rotated target"),
+    "diagnose": ("Diagnose", "say why acceptance is low"),
+    "regenerate": ("Regenerate", "let a target answer prompts, as training rows"),
+    "features": ("Features", "write a target's features of a run's data to disk"),
+    "train": ("Train", "train a draft"),
+    "sweep": ("Sweep", "train a draft for every combination of some settings"),
+    "parity": ("Parity", "compare with a torch run on another device"),
+    "doctor": ("Doctor", "say what this machine is, and test the installation"),
+}
+"""Name of a command -> its class, in the module of that name, and what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. 0: done, 1: done but not all is well, 2: refused."""
-    description = "Lossless speculative decoding in JAX."
-    return run_command(Command, argv, prog="eaglejax", description=description)
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words else None
+    if name in ("-h", "--help"):
+        print(_help())
+        raise SystemExit(0)
+    if name in ("-V", "--version"):
+        import eaglejax
+
+        print(f"eaglejax {eaglejax.__version__}")
+        raise SystemExit(0)
+    if name not in COMMANDS:
+        _refuse(name)
+    from eaglejax.cli.run import run_command
+
+    return run_command(lambda: _command(name), words[1:], own_process=argv is None, prog=f"eaglejax {name}")
+
+
+def _command(name: str) -> Any:
+    import importlib
+
+    return getattr(importlib.import_module(f"eaglejax.cli.{name}"), COMMANDS[name][0])
+
+
+def _help() -> str:
+    lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: eaglejax COMMAND [OPTIONS]",
+            "",
+            "Lossless speculative decoding in JAX.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`eaglejax COMMAND --help` prints the options of a command, `eaglejax --version` the version.",
+        ]
+    )
+
+
+def _refuse(name: str | None) -> NoReturn:
+    if name is None:
+        print(_help(), file=sys.stderr)
+        raise SystemExit(2)
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+    print(f"error: {name!a} is no command; {hint}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Command":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import functools
+    import operator
+    from typing import Annotated
+
+    import tyro
+
+    kinds = [Annotated[_command(word), tyro.conf.subcommand(word)] for word in COMMANDS]
+    return functools.reduce(operator.or_, kinds)
 
 
 if __name__ == "__main__":

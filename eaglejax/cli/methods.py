@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import eaglejax as ej
-from eaglejax.cli import show, trees
-from eaglejax.config import SpeculativeConfig, parse_speculative_config
-from eaglejax.drafts.draft_model.load import is_eagle
-from eaglejax.drafts.eagle.files.load import draft_folder
-from eaglejax.drafts.eagle.files.read import AuxConvention, read_draft
+from eaglejax.cli import show
+from eaglejax.config import AuxConvention, SpeculativeConfig, parse_speculative_config
 from eaglejax.errors import ConfigError
 from eaglejax.naming import known_name
 from eaglejax.nn.kv_format import kv_format, uncalibrated_format
 
-Build = Callable[[ej.Target, SpeculativeConfig], Any]
+Build = Callable[[Any, SpeculativeConfig], Any]
+"""Of a target and a config: the proposer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +54,12 @@ _drafting = _settings_as(
 )
 
 
-def _eagle(version: Literal["auto", "eagle1", "eagle3"], default: trees.Default) -> Build:
+def _eagle(version: Literal["auto", "eagle1", "eagle3"], default: Literal["dynamic", "static"]) -> Build:
     def build(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
+        from eaglejax.cli import trees
+        from eaglejax.drafts.eagle.files.load import draft_folder
+        from eaglejax.drafts.eagle.files.read import read_draft
+
         assert config.model is not None
         convention: AuxConvention = config.aux_convention or "auto"  # type: ignore[assignment]
         for note in read_draft(draft_folder(config.model), aux_convention=convention, method=version).notes:
@@ -164,6 +166,8 @@ def method_for(draft: str | None) -> str:
     """What a draft alone asks for: ``eagle`` or ``draft_model``, by its tensors, and ``ar`` without one."""
     if draft is None:
         return "ar"
+    from eaglejax.drafts.draft_model.load import is_eagle
+
     return "eagle" if is_eagle(draft) else "draft_model"
 
 
@@ -183,7 +187,10 @@ def check_config(config: SpeculativeConfig) -> None:
         )
     if config.kv_cache_dtype is not None:
         uncalibrated_format(config.kv_cache_dtype)
-    trees.check(config)
+    if set(config.given()) - {"model", "prompt_lookup_max", "prompt_lookup_min"}:
+        from eaglejax.cli import trees
+
+        trees.check(config)
 
 
 def _settings(method: Method) -> str:

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.cli import methods, show
-from eaglejax.config import BadRow, SpeculativeConfig, read_prompts
-from eaglejax.drafts.eagle.files.read import AuxConvention
+from eaglejax.config import AuxConvention, BadRow, SpeculativeConfig, read_prompts
 from eaglejax.errors import ConfigError
 
 Backend = Literal["torch-cpu", "torch-cuda", "ascend", "musa"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from eaglejax.checkpoint.files import progress
 from eaglejax.cli import methods, show
 from eaglejax.config import parse_template_kwargs
 
@@ -53,6 +52,7 @@ class Regenerate:
 
     def run(self) -> int:
         """The command. Exit status 1 when some row failed."""
+        from eaglejax.checkpoint.files import progress
         from eaglejax.checkpoint.target import load_target
         from eaglejax.drafts.eagle.files.load import load_draft
         from eaglejax.train.regenerate import RegenerateOptions, error_file, read_prompt_rows, regenerate

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import rich.console
-import rich.markup
 import rich.progress
 import rich.table
+import rich.text
 
 
 def stderr() -> rich.console.Console:
-    """A console on this moment's stderr."""
-    console = rich.console.Console(stderr=True, highlight=False)
+    """A console on this moment's stderr. What is printed is shown as it is: names of rows and folders may
+    hold what rich would take for its markup."""
+    console = rich.console.Console(stderr=True, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         # A log has no width of its own, and a table cut to 80 columns is hard to read.
         console.width = 120
@@ -34,28 +35,39 @@ def print_note(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on one line of stdout, at once."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    """One JSON value on one line of stdout, at once; characters that stdout cannot hold are escaped as JSON
+    does it."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if _for_stdout(text) != text:
+        text = json.dumps(value, ensure_ascii=True, allow_nan=False)
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def write_text(text: str) -> None:
-    """Model text on stdout as it comes."""
-    sys.stdout.write(text)
+    """Model text on stdout as it comes; characters that stdout cannot hold are shown by their numbers."""
+    sys.stdout.write(_for_stdout(text))
     sys.stdout.flush()
+
+
+def _for_stdout(text: str) -> str:
+    """``text`` with what stdout's encoding cannot hold (on an ASCII terminal, or half a surrogate pair)
+    escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 @contextlib.contextmanager
 def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
     """A progress bar on stderr; the body calls the yielded function once a step."""
     columns = (
-        rich.progress.TextColumn("{task.description}"),
+        rich.progress.TextColumn("{task.description}", markup=False),
         rich.progress.BarColumn(),
         rich.progress.MofNCompleteColumn(),
         rich.progress.TimeElapsedColumn(),
     )
     with rich.progress.Progress(*columns, console=stderr(), transient=True) as bar:
-        task = bar.add_task(rich.markup.escape(text), total=total)
+        task = bar.add_task(text, total=total)
         yield lambda: bar.advance(task)
 
 
@@ -73,21 +85,26 @@ def status(text: str) -> Iterator[None]:
         print_note(text)
         yield
         return
-    with console.status(rich.markup.escape(text)):
+    with console.status(rich.text.Text(text)):
         yield
 
 
-def stats_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> rich.table.Table:
-    """Acceptance and speed, one row a name; ``rows`` are statistics objects as the commands print them."""
+Rows = Iterable[tuple[str, Mapping[str, Any]]]
+"""Names, which need not differ, each with an object as the commands print them."""
+
+
+def stats_table(title: str, rows: Rows) -> rich.table.Table:
+    """Acceptance and speed, one row a name; ``rows`` hold statistics."""
+    rows = list(rows)
     table = rich.table.Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for heading in ("tokens/s", "tau", "accepted at 1, 2, ...", "tokens", "ttft ms", "tpot ms"):
         table.add_column(heading, justify="right")
-    judged = any("speedup_vs_best_ar" in row for row in rows.values())
+    judged = any("speedup_vs_best_ar" in row for _, row in rows)
     if judged:
         table.add_column("vs fastest AR", justify="right")
         table.add_column("same text as AR", justify="right")
-    for name, row in rows.items():
+    for name, row in rows:
         cells = [
             f"{row['tokens_per_second']:.1f}",
             f"{row['mean_acceptance_length']:.2f}",
@@ -102,13 +119,13 @@ def stats_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> rich.table
     return table
 
 
-def profile_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> rich.table.Table:
+def profile_table(title: str, rows: Rows) -> rich.table.Table:
     """Shares of a round, one row a method that has a ``profile``."""
     table = rich.table.Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for heading in ("round ms", "draft", "verification", "host", "draft ms", "verification ms"):
         table.add_column(heading, justify="right")
-    for name, row in rows.items():
+    for name, row in rows:
         found = row.get("profile")
         if found:
             table.add_row(

@@ -16,7 +16,6 @@ import tyro
 
 from eaglejax.cli import show
 from eaglejax.errors import EaglejaxError
-from eaglejax.measure import profile
 
 if TYPE_CHECKING:
     from eaglejax.models.target import Target
@@ -223,6 +222,8 @@ class _Session:
 
     def _propose_ms(self, bound: Any, prompt: Any, tokens: int) -> float | None:
         """Milliseconds that a round's draft takes, its reading of the accepted tokens included."""
+        from eaglejax.measure import profile
+
         times = profile.profile(self.target, bound, prompt.tolist(), max_new_tokens=tokens, rounds_a_chunk=16)
         return None if times is None else times.propose_ms + times.observe_ms
 
@@ -284,6 +285,6 @@ def _values(row: Mapping[str, Any]) -> list[str]:
 
 def as_text(table: rich.table.Table) -> str:
     """A table as plain text."""
-    console = rich.console.Console(file=io.StringIO(), width=160, color_system=None)
+    console = rich.console.Console(file=io.StringIO(), width=160, color_system=None, markup=False)
     console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]

@@ -120,6 +120,11 @@ def check_request(request: Request, context: int, vocab_size: int) -> None:
     limit = request.max_new_tokens
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise RequestError(f"max_new_tokens is {limit!r}; it must be an integer of 0 or more")
+    if limit and len(request.prompt) == context:
+        raise RequestError(
+            f"the prompt fills the target's context of {context} tokens, so that none is left for an answer; "
+            "shorten it"
+        )
     # A predicted id beyond the vocabulary has no probability that could refuse it.
     for name, ids in (("prompt", request.prompt), ("prediction", request.prediction or ())):
         bad = [t for t in ids if not 0 <= t < vocab_size]

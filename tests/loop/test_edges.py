@@ -221,6 +221,7 @@ def test_prompts_shorter_than_a_block(name: str) -> None:
     [
         ({"prompt": ()}, "empty"),
         ({"prompt": (1,) * (CONTEXT + 1)}, f"context is {CONTEXT}"),
+        ({"prompt": (1,) * CONTEXT}, f"fills the target's context of {CONTEXT}"),
         ({"prompt": (1, VOCAB)}, f"prompt token id {VOCAB}"),
         ({"prompt": (-1,)}, "prompt token id -1"),
         ({"prediction": (3, 10**6)}, "prediction token id 1000000"),
@@ -240,5 +241,6 @@ def test_prompts_shorter_than_a_block(name: str) -> None:
 def test_requests_that_cannot_be_served_are_refused(changes: dict[str, Any], match: str) -> None:
     good = Request((1, 2), GREEDY, 5)
     check_request(good, CONTEXT, VOCAB)
+    check_request(dataclasses.replace(good, prompt=(1,) * CONTEXT, max_new_tokens=0), CONTEXT, VOCAB)
     with pytest.raises(RequestError, match=match):
         check_request(dataclasses.replace(good, **changes), CONTEXT, VOCAB)

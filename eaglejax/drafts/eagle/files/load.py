@@ -16,12 +16,13 @@ from eaglejax.checkpoint.files import read_json, weight_files
 from eaglejax.checkpoint.hf import STEM
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.checkpoint.tables import Assignment, materialize, plan
+from eaglejax.config import AuxConvention
 from eaglejax.drafts.align import align_params, aligned
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.detect import check_basis
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files.names import IGNORABLE, PICKLES, rules
-from eaglejax.drafts.eagle.files.read import AuxConvention, DraftFile, read_draft
+from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
 from eaglejax.drafts.eagle.model import EagleParams, Weights, param_table
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.errors import CheckpointError, ConfigError

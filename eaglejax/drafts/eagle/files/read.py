@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from eaglejax.checkpoint.files import read_json
+from eaglejax.config import AuxConvention
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files import norms, parts
 from eaglejax.drafts.eagle.files.names import PlainStore, open_draft
@@ -24,10 +25,6 @@ from eaglejax.drafts.eagle.files.shapes import Shapes
 from eaglejax.drafts.eagle.files.vocabulary import rising, target_ids
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.naming import known_name
-
-AuxConvention = Literal["auto", "boundary", "block"]
-"""What layer ids in a file count: hidden-state boundaries (0 = embedding), or blocks whose output is meant
-(id + 1)."""
 
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
