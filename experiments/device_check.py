@@ -31,6 +31,7 @@ from eaglejax.devices import memory
 from eaglejax.devices.chips import Chip
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
+from eaglejax.nn.attention import attention_by
 from eaglejax.nn.rope import RopeConfig
 from eaglejax.nn.visible import Tree
 from kernels_pallas.hadamard import hadamard
@@ -385,7 +386,6 @@ def time_model(bench: Bench) -> Iterator[Case]:
     def measure(nodes: int, attention: devices.Attention | None) -> dict[str, Any]:
         if not params:
             params.append(decoder.init_params(config, jax.random.key(0), jnp.bfloat16))
-        chosen = dataclasses.replace(config, attention=attention)
         cache = decoder.init_cache(config, 1, slots, jnp.bfloat16)
         length = slots - max(sizes.verified)
         cache = dataclasses.replace(cache, lengths=jnp.full((1,), length, jnp.int32))
@@ -395,8 +395,9 @@ def time_model(bench: Bench) -> Iterator[Case]:
 
         def step(carry, params):
             tokens, cache = carry
-            out = decoder.forward(params, chosen, tokens, positions, cache, visible)
-            tokens = jnp.argmax(decoder.unembed(params, chosen, out.hidden), axis=-1).astype(jnp.int32)
+            with attention_by(attention):
+                out = decoder.forward(params, config, tokens, positions, cache, visible)
+            tokens = jnp.argmax(decoder.unembed(params, config, out.hidden), axis=-1).astype(jnp.int32)
             return tokens, out.cache
 
         # The table of embeddings is looked up, not read through.

@@ -25,8 +25,9 @@ from eaglejax.checkpoint.tables import (
     plan,
 )
 from eaglejax.errors import CheckpointError
-from eaglejax.models.config import ModelConfig, from_hf
+from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
+from eaglejax.models.families import from_hf
 from eaglejax.pytree import unflatten
 
 _LAYER = "layers.{l}."

@@ -22,7 +22,8 @@ from eaglejax.drafts.draft_model.load import is_eagle
 from eaglejax.drafts.eagle.files.load import draft_folder, draft_plan
 from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
 from eaglejax.errors import ConfigError, EaglejaxError
-from eaglejax.models.config import ModelConfig, from_hf
+from eaglejax.models.config import ModelConfig
+from eaglejax.models.families import from_hf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,7 +110,7 @@ def guesses(
 ) -> np.ndarray:
     """Draft ids [steps, B, T - 1]: pass k of row t guesses token t + 2 + k."""
     # Which boundaries were read and in which basis makes no other program.
-    config = dataclasses.replace(config, aux=(), basis=None, attention=None)
+    config = dataclasses.replace(config, aux=(), basis=None)
     return np.asarray(_guesses(config, params, features, jnp.asarray(texts.tokens), steps))
 
 

@@ -7,8 +7,11 @@ tokens a forward takes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -30,6 +33,23 @@ from eaglejax.nn.kv_codec import PackedKV, Stored
 from eaglejax.nn.visible import Selected, Visible
 
 log = logging.getLogger(__name__)
+
+
+_chosen: ContextVar[Attention | None] = ContextVar("attention", default=None)
+
+
+@contextlib.contextmanager
+def attention_by(choice: Attention | str | None) -> Iterator[None]:
+    """How attention is computed by what is traced in the body; None: as the device's adapter chooses.
+
+    It is no part of a model: whoever compiles a program, keyed by the choice, says it once for all layers of
+    all models in it.
+    """
+    token = _chosen.set(Attention(choice) if isinstance(choice, str) else choice)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
 
 
 @functools.cache
@@ -139,9 +159,9 @@ def attend_with_lse(
     Hkv, block, d], and these the pages of each row. Where keys are stored as differences from a row's first
     (``kv_codec``), the log-sum-exps of a query are all off by one number, which joining does not notice.
 
-    ``implementation``: None takes what the device's adapter chooses, XLA where its kernel refuses the shapes
-    (logged once); an ``Attention``, or its name, is taken or refused. The kernels want the N queries' own
-    slots to be the last of the M. Raises ConfigError.
+    ``implementation``: None takes what ``attention_by`` says, else what the device's adapter chooses, and XLA
+    where its kernel refuses the shapes (logged once); an ``Attention``, or its name, is taken or refused. The
+    kernels want the N queries' own slots to be the last of the M. Raises ConfigError.
     """
     options = {"slot_positions": slot_positions, "scale": scale, "window": window, "softcap": softcap}
     options |= {"slot_offset": slot_offset, "block_tables": block_tables, "implementation": implementation}
@@ -177,6 +197,7 @@ def _attend(
         raise ConfigError(f"{m} new slots do not fit a cache of {k.shape[2]} slots")
     wants = Wants(lse=lse, parts=tables is not None or not whole, selected=isinstance(visible, Selected))
     requested = Attention(implementation) if isinstance(implementation, str) else implementation
+    requested = requested or _chosen.get()
     name, chosen = _choose(requested, q, k, v, m, wants, tables)
     dtype = q.dtype
     if isinstance(k, PackedKV) and not k.format.direct:

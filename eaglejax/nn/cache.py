@@ -53,14 +53,13 @@ class Placement:
 
     ``lengths`` [B] int32: committed tokens; ``positions`` [B, N] int32 of the new ones; ``visible``: who sees
     whom among them. ``slot_positions`` [B, M] int32: positions of all M new slots where they are more than
-    these N (None: ``positions``). ``attention``: how attention is computed, see ``nn.attention.attend``.
+    these N (None: ``positions``).
     """
 
     lengths: jax.Array
     positions: jax.Array
     visible: Visible
     slot_positions: jax.Array | None = None
-    attention: Any = pytree.static(default=None)
 
 
 @pytree.dataclass

@@ -6,6 +6,7 @@ A token's scales, where the format has them, sit in its slot and move with it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -79,57 +80,82 @@ class KV:
         """
         for name, value in (("q", q), ("k", k), ("v", v)):
             tap(name, value)
-        n = q.shape[1]
-        m = at.visible.slots(n)
-        # What overflows the cache's own dtype is not finite either.
-        k, v = (x if isinstance(c, PackedKV) else x.astype(c.dtype) for x, c in ((k, self.k), (v, self.v)))
-        sound = jnp.isfinite(k).all(axis=(2, 3)) & jnp.isfinite(v).all(axis=(2, 3))
-        k, v = (jnp.where(sound[:, :, None, None], x, 0).transpose(0, 2, 1, 3) for x in (k, v))
-        cache = self.write(k, v, at.lengths + (m - n))
+        (keys, values), sound = store((self.k, self.v), (k, v), at)
         out = attend(
             q,
-            cache.k,
-            cache.v,
+            keys,
+            values,
             at.lengths,
             at.visible,
             at.positions,
             slot_positions=at.slot_positions,
-            implementation=at.attention,
             **options,
         )
-        lost = (at.visible.new(n, at.lengths)[:, :, m - n :] & ~sound[:, None]).any(axis=2)
-        out = jnp.where(lost[:, :, None, None], jnp.nan, out)
+        out = spoil(out, sound, at)
         tap("attention", out)
-        return out, cache
+        return out, KV(keys, values)
 
     def commit(self, lengths: jax.Array, path: jax.Array | None, kept: jax.Array) -> KV:
         """See ``LayerCache``: the path's slots move next to the committed ones."""
         del kept  # what lies behind the new length is never read
-        if path is None:
-            return self
-        slots = lengths[:, None] + path
-
-        def move(cached: jax.Array) -> jax.Array:
-            chosen = jax.vmap(lambda row, at: take(row, at, axis=1))(cached, slots)
-            return put(cached, chosen, lengths)
-
-        return KV(kv_codec.each(move, self.k), kv_codec.each(move, self.v))
+        return self if path is None else KV(move(self.k, lengths, path), move(self.v, lengths, path))
 
     def insert(self, slot: jax.Array, other: KV, row: jax.Array) -> KV:
         """See ``LayerCache``."""
-
-        def one(own: Stored, theirs: Stored) -> Stored:
-            moved = kv_codec.each(lambda a, b: put_row(a, slot, b, row), own, theirs)
-            if not isinstance(own, PackedKV) or own.centre is None:
-                return moved
-            return dataclasses.replace(moved, centre=put_row(own.centre, slot, theirs.centre, row))
-
-        return KV(one(self.k, other.k), one(self.v, other.v))
+        return KV(join(self.k, slot, other.k, row), join(self.v, slot, other.v, row))
 
     def release(self, slot: jax.Array) -> KV:
         """See ``LayerCache``: what stands behind a length of 0 is never read."""
         del slot
         return self
+
+
+def store(
+    cached: tuple[Stored, ...], new: tuple[jax.Array, ...], at: Placement
+) -> tuple[tuple[Stored, ...], jax.Array]:
+    """Put ``new`` [B, N, Hkv, d] of each side at the new tokens' slots: (the sides, sound [B, N] bool).
+
+    A token that is not finite on any side is no sound one, and is stored as zeros.
+    """
+    n = new[0].shape[1]
+    # What overflows the cache's own dtype is not finite either.
+    new = tuple(x if isinstance(c, PackedKV) else x.astype(c.dtype) for x, c in zip(new, cached, strict=True))
+    sound = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all(axis=(2, 3)) for x in new])
+    clean = (jnp.where(sound[:, :, None, None], x, 0).transpose(0, 2, 1, 3) for x in new)
+    start = at.lengths + (at.visible.slots(n) - n)
+    return tuple(write(c, x, start) for c, x in zip(cached, clean, strict=True)), sound
+
+
+def spoil(out: jax.Array, sound: jax.Array, at: Placement) -> jax.Array:
+    """``out`` [B, N, Hq, d] with NaN for the queries that see a new token that is not ``sound`` [B, N]."""
+    n = out.shape[1]
+    seen = at.visible.new(n, at.lengths)[:, :, at.visible.slots(n) - n :]
+    lost = (seen & ~sound[:, None]).any(axis=2)
+    return jnp.where(lost[:, :, None, None], jnp.nan, out)
+
+
+def move(stored: Stored, lengths: jax.Array, path: jax.Array) -> Stored:
+    """New slots ``path`` [B, P] next to the ``lengths`` [B] committed ones."""
+    slots = lengths[:, None] + path
+
+    def one(cached: jax.Array) -> jax.Array:
+        chosen = jax.vmap(lambda row, at: take(row, at, axis=1))(cached, slots)
+        return put(cached, chosen, lengths)
+
+    return kv_codec.each(one, stored)
+
+
+def join(own: Stored, slot: jax.Array, other: Stored, row: jax.Array) -> Stored:
+    """``own`` with row ``row`` of ``other`` at ``slot``."""
+    joined = kv_codec.each(lambda a, b: put_row(a, slot, b, row), own, other)
+    if not isinstance(own, PackedKV):
+        return joined
+    assert isinstance(other, PackedKV)
+    centre = None
+    if own.centre is not None:
+        assert other.centre is not None
+        centre = put_row(own.centre, slot, other.centre, row)
+    return dataclasses.replace(joined, centre=centre, channels=own.channels)
 
 
 def init_cache(

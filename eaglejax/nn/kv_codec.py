@@ -79,27 +79,35 @@ def each(function: Callable[..., jax.Array], stored: Any, *others: Any) -> Any:
     return dataclasses.replace((stored, *others)[-1], codes=codes, scale=scale)
 
 
-def table(format: KVFormat, shape: tuple[int, ...], slots: str, *, centred: bool = False) -> Any:
+def table(
+    format: KVFormat,
+    shape: tuple[int, ...],
+    slots: str,
+    *,
+    heads: str | None = "kv_heads",
+    centred: bool = False,
+) -> Any:
     """What a side of ``shape`` [B, Hkv, S, d] is held in, as ``ArrayInfo`` leaves that begin as zeros.
 
-    ``slots``: logical axis of S. ``centred``: differences from each row's first vector will be stored, where
-    the format finds its scales by itself. Raises ConfigError for a head that is too small to be rotated.
+    ``slots``, ``heads``: logical axes of S and Hkv. ``centred``: differences from each row's first vector
+    will be stored, where the format finds its scales by itself. Raises ConfigError for a head that is too
+    small to be rotated.
     """
 
     def info(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Any:
         return ArrayInfo(shape, dtype, axes, constant(0))
 
     if format.plain:
-        return info(shape, format.dtype, "batch", "kv_heads", slots, None)
+        return info(shape, format.dtype, "batch", heads, slots, None)
     if format.rotation is not None and shape[3] < 2:
         raise ConfigError(f"cache format {format.name!r} rotates heads of 2 channels or more, not {shape[3]}")
     rows, dim = shape[:3], shape[3]
     centre = (*shape[:2], dim)
     return PackedKV(
-        codes=info((*rows, format.width(dim)), format.dtype, "batch", "kv_heads", slots, None),
-        scale=info(rows, jnp.float32, "batch", "kv_heads", slots) if format.scaled else None,
-        channels=info((shape[1], dim), jnp.float32, "kv_heads", None) if format.static else None,
-        centre=info(centre, jnp.float32, "batch", "kv_heads", None) if centred and format.scaled else None,
+        codes=info((*rows, format.width(dim)), format.dtype, "batch", heads, slots, None),
+        scale=info(rows, jnp.float32, "batch", heads, slots) if format.scaled else None,
+        channels=info((shape[1], dim), jnp.float32, heads, None) if format.static else None,
+        centre=info(centre, jnp.float32, "batch", heads, None) if centred and format.scaled else None,
         format=format,
         head_dim=dim,
     )

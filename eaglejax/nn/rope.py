@@ -193,6 +193,21 @@ def rotation(positions: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
+class Angles:
+    """``rotation`` of one set of ``positions`` [B, N], computed once for layers with the same settings."""
+
+    def __init__(self, positions: jax.Array) -> None:
+        self._positions = positions
+        self._made: dict[tuple[RopeConfig, int], tuple[jax.Array, jax.Array]] = {}
+
+    def of(self, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
+        """(cos, sin) under ``rope`` for heads of ``head_dim``."""
+        if (rope, head_dim) not in self._made:
+            with jax.named_scope("rope"):
+                self._made[rope, head_dim] = rotation(self._positions, rope, head_dim)
+        return self._made[rope, head_dim]
+
+
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate the pairs (i, i + rotary_dim / 2) of ``x`` [B, N, heads, d] in f32; result in x's dtype."""
     half = cos.shape[-1]

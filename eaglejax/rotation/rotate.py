@@ -134,14 +134,16 @@ def rotate_target(
         )
     if target.quantization is not None:
         raise ConfigError(f"{target.name} is quantised ({target.quantization}): rotate first, then quantise")
+    config.require_grouped("a rotation")
+    mixtures = [config.layer(i).moe for i in range(config.num_layers)]
     for order, wanted in (
         (config.head_dim, r3),
-        (config.intermediate_size, r4 and not all(config.sparse or [False])),
+        (config.intermediate_size, r4 and None in mixtures),
     ):
         if wanted:
             _check_order(order)
-    if r4 and config.moe is not None:
-        _check_order(config.moe.intermediate_size)
+    for moe in {moe for moe in mixtures if moe is not None and r4}:
+        _check_order(moe.intermediate_size)
     basis = None
     if rotation is not None:
         q = (

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from eaglejax import sampling
+from eaglejax.devices import Attention
 from eaglejax.drafts.base import Proposer, Request
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
@@ -39,7 +40,7 @@ class DecodeOptions:
     ``cache_dtype``: format of the target's keys and values, by name or dtype, see ``KVFormat`` (None: what
     the target's files ask for, else its dtype); ``cache_scales``: for int8-static, other scales than the
     target's own. A narrow cache gives the target another law, which drafts leave alone as they do any law.
-    Raises ConfigError.
+    ``attention``: how attention is computed (None: as the device's adapter chooses). Raises ConfigError.
     """
 
     method: str = "token"
@@ -49,6 +50,7 @@ class DecodeOptions:
     prefill_width: int = LARGEST_PREFILL
     cache_dtype: Any = None
     cache_scales: CacheScales | None = None
+    attention: Attention | None = None
 
     def __post_init__(self) -> None:
         if self.method not in ("token", "block"):
@@ -255,7 +257,9 @@ class BatchDecoder:
         if not 0 < len(requests) <= self._batch:
             raise EaglejaxError(f"a batch of {self._batch} rows cannot hold {len(requests)} requests")
         self._target = target
-        self.program = rounds.Program(target.config, proposer, options.method, options.logprobs)
+        self.program = rounds.Program(
+            target.config, proposer, options.method, options.logprobs, options.attention
+        )
         self.params = rounds.Params(target.params, draft_params)
         self._requests = list(requests)
         self._inputs = proposer.inputs(self._requests, self._batch)

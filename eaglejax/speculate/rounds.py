@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree, sampling
+from eaglejax.devices import Attention
 from eaglejax.drafts.base import Draft, Observation, Proposer
 from eaglejax.drafts.tree import ancestors
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
+from eaglejax.nn.attention import attention_by
 from eaglejax.nn.cache import Cache, CacheScales
 from eaglejax.nn.visible import Causal, Tree
 from eaglejax.sampling import Purpose, RowSampling
@@ -31,12 +34,32 @@ from eaglejax.tap import scope, tap
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a round is compiled for. ``method``: "token" or "block" verification; see ``verify``."""
+    """What a round is compiled for. ``method``: "token" or "block" verification; see ``verify``.
+    ``attention``: how attention is computed, the target's and the draft's (None: as the device's adapter
+    chooses)."""
 
     config: ModelConfig
     proposer: Proposer
     method: str = "token"
     logprobs: bool = False
+    attention: Attention | None = None
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _as_compiled_for(stage: Callable[P, R]) -> Callable[P, R]:
+    """``stage`` with the choices of its first argument, a Program, in force."""
+
+    @functools.wraps(stage)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        program = args[0] if args else kwargs["program"]
+        assert isinstance(program, Program)
+        with attention_by(program.attention):
+            return stage(*args, **kwargs)
+
+    return run
 
 
 @pytree.dataclass
@@ -145,6 +168,7 @@ def _has_law(logits: jax.Array, processed: jax.Array) -> jax.Array:
     return jnp.isfinite(logits.max(-1)) & jnp.isfinite(processed.max(-1))
 
 
+@_as_compiled_for
 def prefill_chunk(
     program: Program,
     params: Params,
@@ -222,6 +246,7 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
     return judge(program, params, dataclasses.replace(state, proposer=memory), draft)
 
 
+@_as_compiled_for
 def propose(program: Program, params: Params, state: DecodeState) -> tuple[Draft, Any]:
     """What the proposer guesses next, and the proposer's state after that."""
     lengths, rows = state.cache.lengths, state.rows
@@ -230,6 +255,7 @@ def propose(program: Program, params: Params, state: DecodeState) -> tuple[Draft
         return program.proposer.propose(params.draft, state.proposer, state.root, lengths, rows, keys)
 
 
+@_as_compiled_for
 def judge(program: Program, params: Params, state: DecodeState, draft: Draft) -> tuple[DecodeState, Record]:
     """Verify ``draft``, whoever made it, and commit what is accepted; the proposer observes that.
 

@@ -188,16 +188,12 @@ def split_last_block(target: Target) -> tuple[Any, ModelConfig]:
     def without(*names: str) -> dict[str, Any]:
         return {**last, **{n: jnp.zeros(last[n].shape, last[n].dtype) for n in names if n in last}}
 
-    def longer(flags: tuple[bool, ...]) -> tuple[bool, ...]:
-        return (*flags, *flags[-1:])
-
     config = target.config
     parts = [without("down", "down_bias"), without("o", "o_bias")]
     return {**target.params, "layers": [*before, *parts]}, dataclasses.replace(
         config,
         num_layers=config.num_layers + 1,
-        sliding=longer(config.sliding),
-        sparse=longer(config.sparse),
+        layers=(*config.layers, *config.layers[-1:]),
     )
 
 

@@ -118,7 +118,8 @@ def inject(
     if factor < 2 or factor & (factor - 1):
         raise ConfigError(f"factor is {factor}; it is a power of two, so that no weight is rounded")
     target, config = bench.target, bench.target.config
-    if config.moe is not None or config.sandwich_norms or target.basis is not None:
+    plain = all(layer.moe is None and layer.mixer is None for layer in config.layers)
+    if not plain or config.sandwich_norms or target.basis is not None:
         raise ConfigError(
             f"{target.name}: outliers are put into dense, unrotated targets without closing norms"
         )

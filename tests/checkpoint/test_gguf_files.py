@@ -83,13 +83,13 @@ def test_every_architecture_is_read_back(name, tmp_path):
     tolerance = 2e-7 if name == "gemma3" else 0
     assert_trees(params, want, lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance))
     for layer in range(config.num_layers):
-        got_rope, want_rope = (c.layer_rope(layer) for c in (config, want_config))
+        got_rope, want_rope = (c.layer(layer).rope for c in (config, want_config))
         got_inv, got_scale = rope.frequencies(got_rope, config.head_dim)
         want_inv, want_scale = rope.frequencies(want_rope, config.head_dim)
         np.testing.assert_allclose(got_inv, want_inv, rtol=3e-7)
         assert got_scale == want_scale
-        assert config.layer_window(layer) == want_config.layer_window(layer)
-    rest = {"rope": None, "sliding_rope": None}
+        assert config.layer(layer).window == want_config.layer(layer).window
+    rest = {"rope": None, "layers": ()}
     approximately = {"norm_eps": pytest.approx(want_config.norm_eps, rel=1e-6)}
     assert dataclasses.asdict(config) | rest == dataclasses.asdict(want_config) | rest | approximately
 

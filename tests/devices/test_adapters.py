@@ -9,10 +9,9 @@ import pytest
 
 from eaglejax import devices, pytree
 from eaglejax.devices import Attention, adapter, chips, choice, gpu, memory
-from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
-from eaglejax.models.config import ModelConfig
+from eaglejax.models.config import LayerSpec, ModelConfig
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.rope import RopeConfig
 from experiments.limits import model
@@ -202,7 +201,7 @@ MOE = MoeConfig(5, 2, 16, softmax_first=True, normalize=False)
         {},
         {"tie_embeddings": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
         {"qk_norm": True, "sandwich_norms": True},
-        {"moe": MOE, "sparse": (True, False, True)},
+        {"layers": (LayerSpec(moe=MOE), LayerSpec(), LayerSpec(moe=MOE))},
     ],
 )
 def test_counted_weights_are_the_table_s(changes):
@@ -255,15 +254,8 @@ def test_scores_count_where_xla_attends():
 def test_mesh_defaults_shard_what_the_tables_name():
     mesh = devices.current().mesh
     rules = dict(mesh.rules)
-    table = decoder.param_table(dataclasses.replace(BASE, moe=MOE, sparse=(True,) * 3))
+    table = decoder.param_table(dataclasses.replace(BASE, layers=(LayerSpec(moe=MOE),) * 3))
     named = {a for i in jax.tree.leaves(table, is_leaf=pytree.is_info) for a in i.axes if a}
     assert named - {"embed"} <= set(rules)
     assert set(rules.values()) == set(mesh.axes)
     assert [mesh.shape(n, 8) for n in (1, 4, 8, 16, 6)] == [(1, 1), (1, 4), (1, 8), (2, 8), (3, 2)]
-
-
-def test_configurations_keep_the_choice_hashable():
-    forced = dataclasses.replace(BASE, attention=Attention("pallas", "tpu", True))
-    assert forced != BASE
-    assert len({BASE, forced}) == 2
-    assert {f.name for f in dataclasses.fields(EagleConfig)} >= {"attention"}

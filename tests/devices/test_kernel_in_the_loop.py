@@ -18,7 +18,7 @@ from eaglejax.drafts.ngram import NGram
 from eaglejax.drafts.tree import from_choices
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
-from eaglejax.models.config import ModelConfig
+from eaglejax.models.config import LayerSpec, ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn import attention as attention_module
 from eaglejax.nn import attention_implementations
@@ -42,8 +42,7 @@ CONFIG = ModelConfig(
     max_position=48,
     rope=RopeConfig(),
     query_scale=8**-0.5,
-    window=11,
-    sliding=(True, False),
+    layers=(LayerSpec(window=11), LayerSpec()),
     attention_softcap=30.0,
 )
 
@@ -54,7 +53,7 @@ def weights():
     return jax.tree.map(lambda x: x * 25 if x.ndim > 1 else x, params)
 
 
-def proposer(kind, attention):
+def proposer(kind):
     """A proposer and its weights."""
     if kind == "ngram chain":
         return NGram(length=3, max_ngram=2), None
@@ -73,7 +72,6 @@ def proposer(kind, attention):
         head_norm=True,
         own_head=True,
         windows=(7,),
-        attention=attention,
     )
     made = eagle_model.init_eagle(config, jax.random.key(3))
     made = jax.tree.map(lambda x: x * 20 if x.ndim > 1 else x, made)
@@ -86,13 +84,12 @@ def decode(kind, attention):
     rng = np.random.default_rng(5)
     prompts = [tuple(rng.integers(0, 32, size).tolist()) for size in (1, 7, 19)]
     samplings = [Sampling(seed=0), Sampling(temperature=0.7, seed=3), Sampling(seed=0)]
-    config = dataclasses.replace(CONFIG, attention=attention)
-    target = Target(config, weights(), np.dtype("float32"), config.max_position, eos_ids=(1000,))
+    target = Target(CONFIG, weights(), np.dtype("float32"), CONFIG.max_position, eos_ids=(1000,))
     run = BatchDecoder(
         target,
-        *proposer(kind, attention),
+        *proposer(kind),
         [Request(p, s, 24) for p, s in zip(prompts, samplings, strict=True)],
-        options=DecodeOptions(rounds_a_chunk=4, prefill_width=16),
+        options=DecodeOptions(rounds_a_chunk=4, prefill_width=16, attention=attention),
     )
     for _ in run:
         pass

@@ -19,6 +19,7 @@ from eaglejax.models.config import ModelConfig
 from eaglejax.nn.attention import attend
 from eaglejax.nn.attention_implementations import MOST_ROWS
 from eaglejax.nn.rope import RopeConfig
+from eaglejax.nn.visible import Seen
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import rounds
 
@@ -39,8 +40,8 @@ CONFIG = ModelConfig(
 
 def a_round(kernel, *, batch=2, capacity=256):
     """A bfloat16 decode round with a chain of seven guesses, and the shapes of its arguments."""
-    config = dataclasses.replace(CONFIG, attention=Attention("pallas", kernel, interpret=False))
-    program = rounds.Program(config, NGram(length=7))
+    config = CONFIG
+    program = rounds.Program(config, NGram(length=7), attention=Attention("pallas", kernel, interpret=False))
     params = rounds.Params(pytree.abstract(decoder.param_table(config, jnp.bfloat16)))
     rows = sampling.rows([Sampling(seed=0)] * batch, config.vocab_size, [[1]] * batch)
     state = jax.eval_shape(
@@ -116,7 +117,9 @@ def test_every_block_of_the_rule_compiles(generation, dim, nodes):
     attention = Attention("pallas", "tpu", interpret=False, block_kv=block)
     compile_for_tpu(
         generation,
-        functools.partial(attend, scale=0.1, implementation=attention),
+        lambda q, k, v, lengths, seen, positions: attend(
+            q, k, v, lengths, Seen(seen), positions, scale=0.1, implementation=attention
+        ),
         jax.ShapeDtypeStruct((batch, nodes, heads, dim), jnp.bfloat16),
         cache,
         cache,

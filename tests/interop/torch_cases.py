@@ -16,7 +16,7 @@ from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files.load import bind
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.models import decoder
-from eaglejax.models.config import ModelConfig
+from eaglejax.models.config import LayerSpec, ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.rope import RopeConfig
@@ -49,27 +49,25 @@ CONFIGS: dict[str, ModelConfig] = {
             "o_bias": True,
             "mlp_bias": True,
             "rope": dataclasses.replace(YARN, rotary_fraction=0.5),
-            "window": 5,
-            "sliding": (False, True),
+            "layers": (LayerSpec(), LayerSpec(window=5)),
         },
-        "mistral": {"window": 5, "sliding": (True, True), "rope": LONG},
-        "mixtral": {"moe": MoeConfig(4, 2, 20, softmax_first=False, normalize=False), "sparse": (True, True)},
-        "qwen2": {"qkv_bias": True, "window": 5, "sliding": (False, True)},
+        "mistral": {"layers": (LayerSpec(window=5),) * 2, "rope": LONG},
+        "mixtral": {
+            "layers": (LayerSpec(moe=MoeConfig(4, 2, 20, softmax_first=False, normalize=False)),) * 2
+        },
+        "qwen2": {"qkv_bias": True, "layers": (LayerSpec(), LayerSpec(window=5))},
         "qwen3": {"qk_norm": True, "rope": RopeConfig("dynamic", max_position=32, context=64, factor=2.0)},
         "qwen3_moe": {
             "qk_norm": True,
-            "moe": MoeConfig(5, 3, 20, softmax_first=True, normalize=True),
-            "sparse": (False, True),
+            "layers": (LayerSpec(), LayerSpec(moe=MoeConfig(5, 3, 20, softmax_first=True, normalize=True))),
         },
         "gemma3": {
             "qk_norm": True,
             "norm_offset": True,
             "sandwich_norms": True,
             "activation": "gelu_tanh",
-            "window": 5,
-            "sliding": (True, False),
+            "layers": (LayerSpec(window=5, rope=RopeConfig()), LayerSpec()),
             "rope": RopeConfig("linear", 1e6, factor=8.0),
-            "sliding_rope": RopeConfig(),
             "embed_scale": 4.0,
             "attention_softcap": 3.0,
             "final_softcap": 4.0,

@@ -11,7 +11,7 @@ import pytest
 from eaglejax import devices
 from eaglejax.devices import adapter as adapters
 from eaglejax.errors import ConfigError
-from eaglejax.nn.attention import attend
+from eaglejax.nn.attention import attend, attention_by
 from eaglejax.nn.cache import Placement
 from eaglejax.nn.kv import KV, init_cache, write
 from eaglejax.nn.visible import Seen, Tree
@@ -86,9 +86,9 @@ def chosen(q, k, v, lengths, visible, positions, places, implementation, window=
 
 def write_and_attend(q, k, v, keys, values, lengths, visible, positions, slot_positions=None, **options):
     """What a layer does: the result, and its keys and values with the new tokens."""
-    attention = options.pop("attention", None)
-    at = Placement(lengths, positions, Seen(visible), slot_positions, attention)
-    out, layer = KV(keys, values).attend(q, k, v, at, **options)
+    at = Placement(lengths, positions, Seen(visible), slot_positions)
+    with attention_by(options.pop("attention", None)):
+        out, layer = KV(keys, values).attend(q, k, v, at, **options)
     return out, layer.k, layer.v
 
 

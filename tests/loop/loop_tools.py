@@ -22,7 +22,7 @@ from eaglejax.drafts.prediction import Prediction
 from eaglejax.drafts.scripted import Scripted
 from eaglejax.drafts.tree import StaticTree, chain, from_choices
 from eaglejax.models import decoder
-from eaglejax.models.config import ModelConfig
+from eaglejax.models.config import LayerSpec, ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.rope import RopeConfig
 from eaglejax.nn.visible import Causal
@@ -59,8 +59,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
         max_position=CONTEXT,
         rope=RopeConfig(),
         query_scale=8**-0.5,
-        window=11,
-        sliding=(True, False),
+        layers=(LayerSpec(window=11), LayerSpec()),
     )
     return dataclasses.replace(config, **changes)
 

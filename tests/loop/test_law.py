@@ -19,6 +19,7 @@ from eaglejax.drafts.draft_model.proposer import DraftModel
 from eaglejax.drafts.ngram import NGram
 from eaglejax.drafts.scripted import Scripted, ScriptedLaw
 from eaglejax.drafts.tree import chain, from_choices
+from eaglejax.models.config import LayerSpec
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import rounds
 
@@ -26,14 +27,16 @@ V = 5
 TOKENS = 3
 TRIALS = 100_000
 PROMPT = (1, 4, 1, 4, 2, 1)
-CONFIG = tiny_config(vocab_size=V, hidden_size=8, num_heads=2, num_kv_heads=1, num_layers=1, sliding=(True,))
+CONFIG = tiny_config(
+    vocab_size=V, hidden_size=8, num_heads=2, num_kv_heads=1, num_layers=1, layers=(LayerSpec(window=11),)
+)
 DRAFT_CONFIG = tiny_config(
     vocab_size=V - 1,
     hidden_size=8,
     num_heads=1,
     num_kv_heads=1,
     num_layers=1,
-    sliding=(False,),
+    layers=(),
     max_position=len(PROMPT),
 )
 """A draft of another vocabulary, geometry and window than the target's, made for shorter texts (A26, A82)."""

@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 
 from eaglejax.models import config as model_config
+from eaglejax.models.families import from_hf
 
 TINY = {
     "vocab_size": 48,
@@ -112,7 +113,7 @@ def from_config(hf_config: Any, model_class: Any) -> tuple[Any, model_config.Mod
                 weight += 0.2 * noise
             else:
                 weight.copy_(1.5 * noise * weight.shape[-1] ** -0.5)
-    config = model_config.from_hf(hf_config.to_dict())
+    config = from_hf(hf_config.to_dict())
     return model, config, export(model, config)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hf_export
 import pytest
 import transformers as tf
 
 from eaglejax.errors import ConfigError
-from eaglejax.models.config import FAMILIES, from_hf
+from eaglejax.models.config import LayerSpec
+from eaglejax.models.families import FAMILIES, Family, from_hf, register
 from eaglejax.nn.rope import RopeConfig
 
 LLAMA = {
@@ -25,10 +28,10 @@ GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 
 
 def test_what_a_config_leaves_out_means_what_the_family_means():
     llama = from_hf(LLAMA)
-    assert (llama.num_kv_heads, llama.head_dim, llama.window, llama.tie_embeddings) == (4, 8, None, False)
+    assert (llama.num_kv_heads, llama.head_dim, llama.layers, llama.tie_embeddings) == (4, 8, (), False)
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (False, False, False)
-    assert from_hf({**LLAMA, "model_type": "mistral"}).window == 4096
-    assert from_hf({**LLAMA, "model_type": "mistral", "sliding_window": None}).window is None
+    assert from_hf({**LLAMA, "model_type": "mistral"}).layers == (LayerSpec(window=4096),) * 2
+    assert from_hf({**LLAMA, "model_type": "mistral", "sliding_window": None}).layers == ()
     assert from_hf(QWEN).qkv_bias
     assert not from_hf(QWEN).o_bias
     assert from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
@@ -41,14 +44,14 @@ def test_defaults_are_those_of_transformers(family):
     """Each key that FAMILIES fills in has the value that transformers' own class fills in."""
     reference = tf.AutoConfig.for_model(family).to_dict()
     renamed = {"rope_theta", "rope_local_base_freq", "sliding_window_pattern"}
-    for key, value in FAMILIES[family].items():
-        if key == "sliding_window" and "use_sliding_window" in FAMILIES[family]:
+    for key, value in FAMILIES[family].defaults.items():
+        if key == "sliding_window" and "use_sliding_window" in FAMILIES[family].defaults:
             continue  # transformers forgets the width when the switch is off
         if key not in renamed:
             assert reference[key] == value or (key == "mlp_only_layers" and reference[key] == []), key
     ropes = reference["rope_parameters"]
     full = ropes.get("full_attention", ropes)
-    assert full["rope_theta"] == FAMILIES[family].get("rope_theta", 10000.0)
+    assert full["rope_theta"] == FAMILIES[family].defaults.get("rope_theta", 10000.0)
 
 
 def test_every_family_of_the_comparison_is_listed():
@@ -62,10 +65,9 @@ def test_gemma_from_a_sparse_multimodal_config():
     config = from_hf({"model_type": "gemma3", "text_config": {**text, "rope_scaling": scaling}})
     assert (config.vocab_size, config.head_dim, config.num_heads, config.num_kv_heads) == (262_208, 256, 8, 4)
     assert config.tie_embeddings
-    assert config.sliding == tuple((i + 1) % 6 != 0 for i in range(34))
-    assert config.layer_rope(5) == RopeConfig(kind="linear", factor=8.0, theta=1e6, max_position=131_072)
-    assert config.layer_rope(0) == RopeConfig(theta=1e4, max_position=131_072)
-    assert (config.layer_window(0), config.layer_window(5)) == (1024, None)
+    assert [layer.window for layer in config.layers] == [1024 if (i + 1) % 6 else None for i in range(34)]
+    assert config.layer(5).rope == RopeConfig(kind="linear", factor=8.0, theta=1e6, max_position=131_072)
+    assert config.layer(0).rope == RopeConfig(theta=1e4, max_position=131_072)
 
 
 def test_gemma_spellings_agree():
@@ -76,9 +78,9 @@ def test_gemma_spellings_agree():
 
 
 def test_qwen_slides_only_when_switched_on():
-    assert from_hf({**QWEN, "sliding_window": 8}).window is None
+    assert from_hf({**QWEN, "sliding_window": 8}).layers == ()
     on = from_hf({**QWEN, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1})
-    assert on.sliding == (False, True)
+    assert on.layers == (LayerSpec(), LayerSpec(window=8))
 
 
 def test_context_reaches_the_frequencies():
@@ -153,3 +155,30 @@ def test_configs_that_cannot_be_are_refused_by_name(config, names):
         from_hf(config)
     for name in names:
         assert name in str(error.value)
+
+
+def test_a_family_is_one_row(monkeypatch):
+    """Another model_type is registered where it is defined, with defaults, layers and fields of its own."""
+    monkeypatch.setattr("eaglejax.models.families.FAMILIES", dict(FAMILIES))
+
+    def layers(read, count, context):
+        assert context is None
+        return tuple(LayerSpec(window=read.integer("span")) if i % 2 else LayerSpec() for i in range(count))
+
+    register("toy", Family({"span": 9, "rope_theta": 5e4}, layers, lambda read: {"qk_norm": True}))
+    toy = from_hf({**LLAMA, "model_type": "toy"})
+    assert (toy.family, toy.qk_norm, toy.rope.theta) == ("toy", True, 5e4)
+    assert toy.layers == (LayerSpec(), LayerSpec(window=9))
+    assert from_hf({**LLAMA, "model_type": "toy", "span": 3}).layer(1).window == 3
+    with pytest.raises(ConfigError, match="'toy' is registered already"):
+        register("toy", Family())
+
+
+def test_layers_have_one_spelling():
+    config = from_hf(LLAMA)
+    assert dataclasses.replace(config, layers=(LayerSpec(),) * 2) == config
+    assert config.layer(1) == LayerSpec(rope=config.rope)
+    with pytest.raises(ConfigError, match="layers has 3 entries for 2 layers"):
+        dataclasses.replace(config, layers=(LayerSpec(window=4),) * 3)
+    with pytest.raises(ConfigError, match="window is 0"):
+        LayerSpec(window=0)

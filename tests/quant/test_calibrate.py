@@ -12,6 +12,7 @@ import pytest
 from loop_tools import CONTEXT, full_forward, lively, tiny_config, tiny_target
 
 from eaglejax.errors import ConfigError, RequestError
+from eaglejax.models.config import LayerSpec
 from eaglejax.models.target import Target
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.norm import rms_norm
@@ -42,7 +43,11 @@ def test_the_ranges_are_those_of_the_uncached_forward() -> None:
 
 def test_chunks_and_what_fills_them_up_change_nothing() -> None:
     config = tiny_config(
-        tie_embeddings=True, moe=MoeConfig(4, 2, 16, softmax_first=True, normalize=True), sparse=(False, True)
+        tie_embeddings=True,
+        layers=(
+            LayerSpec(window=11),
+            LayerSpec(moe=MoeConfig(4, 2, 16, softmax_first=True, normalize=True)),
+        ),
     )
     target = Target(config=config, params=lively(config, 5), dtype=np.dtype("float32"), context=CONTEXT)
     narrow, wide = (widest(calibrate(target, PROMPTS, width=width)) for width in (8, 64))

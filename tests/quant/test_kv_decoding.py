@@ -38,6 +38,7 @@ from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError
 from eaglejax.models import decoder
 from eaglejax.nn import kv_codec
+from eaglejax.nn.attention import attention_by
 from eaglejax.nn.cache import Cache, CacheScales
 from eaglejax.nn.kv_format import FORMATS, KVFormat
 from eaglejax.nn.visible import Causal, Tree
@@ -226,12 +227,11 @@ def test_calibrated_scales_cut_nothing_of_their_prompts_and_outlive_a_donated_ca
 BROKEN = 31
 
 
-def broken_target(form: str, attention: Attention | None) -> Any:
+def broken_target(form: str) -> Any:
     """The tiny target, but one token's embedding is not a number."""
     target = tiny_target()
     params = {**target.params, "embed": target.params["embed"].at[BROKEN].set(jnp.nan)}
-    config = tiny_config(attention=attention)
-    return dataclasses.replace(target, params=params, config=config, cache_format=form)
+    return dataclasses.replace(target, params=params, cache_format=form)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,7 @@ def test_a_broken_draft_reaches_neither_its_siblings_nor_the_rest_of_the_text(
 ) -> None:
     """Tokens 30 and 31 are drafted side by side; 31 cannot be computed. Its own place and what descends from
     it are not finite, all else is untouched, in this forward and from the cache in the next."""
-    sound = dataclasses.replace(tiny_target(), config=tiny_config(attention=attention))
-    broken = broken_target(form, attention)
+    sound, broken = tiny_target(), broken_target(form)
     sees = np.eye(5, dtype=bool)
     sees[:, 0] = True
     sees[3, 1] = sees[4, 2] = True
@@ -258,11 +257,12 @@ def test_a_broken_draft_reaches_neither_its_siblings_nor_the_rest_of_the_text(
     @functools.partial(jax.jit, static_argnums=0)
     def run(config: Any, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         cache = decoder.init_cache(config, 2, 16, form)
-        out = decoder.forward(
-            params, config, tokens, jnp.asarray([[0, 1, 1, 2, 2]] * 2), cache, Tree(sees[None])
-        )
-        kept = out.cache.commit(jnp.asarray([[0, 1, 3]] * 2), jnp.asarray([3, 3]))
-        after = decoder.forward(params, config, jnp.full((2, 1), 3), kept.lengths[:, None], kept, Causal())
+        place = jnp.asarray([[0, 1, 1, 2, 2]] * 2)
+        with attention_by(attention):
+            out = decoder.forward(params, config, tokens, place, cache, Tree(sees[None]))
+            kept = out.cache.commit(jnp.asarray([[0, 1, 3]] * 2), jnp.asarray([3, 3]))
+            one = jnp.full((2, 1), 3)
+            after = decoder.forward(params, config, one, kept.lengths[:, None], kept, Causal())
         return out.hidden, after.hidden
 
     mixed, after = run(broken.config, broken.params, tokens)
@@ -275,7 +275,7 @@ def test_a_broken_draft_reaches_neither_its_siblings_nor_the_rest_of_the_text(
 
 def test_a_prompt_that_cannot_be_computed_ends_its_row_whatever_its_last_chunk_is() -> None:
     starts = [prompts()[0], (4, BROKEN, *prompts()[2]), prompts()[1]]
-    results = decode(CASES["ar"].proposer, None, starts, target=broken_target("float32", None), limits=3)
+    results = decode(CASES["ar"].proposer, None, starts, target=broken_target("float32"), limits=3)
     assert [r.finish_reason for r in results] == ["length", "error", "length"]
     assert results[1].token_ids == []
     assert "NaN or infinite after 0 tokens" in results[1].error

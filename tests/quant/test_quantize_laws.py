@@ -14,6 +14,7 @@ from loop_tools import CASES, CONTEXT, SEED, VOCAB, decode, lively, prompts, tin
 
 import eaglejax as ej
 from eaglejax.models import decoder
+from eaglejax.models.config import LayerSpec
 from eaglejax.models.target import Target
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.visible import Causal
@@ -30,6 +31,7 @@ SCHEMES = {
 PROPOSERS = ("ngram", "prediction", "chain_3", "mixed")
 WIDTHS = (2, 3, 4, 8, 9, 17)
 """Nodes of a verification, against single tokens."""
+MOE = MoeConfig(4, 2, 16, softmax_first=True, normalize=True)
 RANDOM = np.random.default_rng(4).integers(0, VOCAB, 36).astype(np.int32)
 
 
@@ -38,10 +40,8 @@ def float_target(layers: int) -> Target:
     """Experts and a tied head, and of two layers a dense one: every way in which a weight is used."""
     config = tiny_config(
         num_layers=layers,
-        sliding=(True, False)[:layers],
+        layers=(LayerSpec(window=11), LayerSpec(moe=MOE)) if layers == 2 else (LayerSpec(11, moe=MOE),),
         tie_embeddings=True,
-        moe=MoeConfig(4, 2, 16, softmax_first=True, normalize=True),
-        sparse=(False, True)[-layers:],
     )
     params = lively(config, SEED)
     return Target(config=config, params=params, dtype=np.dtype("float32"), context=CONTEXT)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import HEADS
 from train_tools import EXPERTS, draft_config, leaves_equal, packed
 
 from eaglejax.drafts.eagle import model as eagle_model
@@ -16,6 +15,8 @@ from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.files.write import FORMS, tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.model import EagleParams, init_eagle
 from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.nn.cache import Placement
+from eaglejax.nn.visible import Causal
 from eaglejax.train import warm
 from eaglejax.train.losses import balance
 from eaglejax.train.objectives import Head, Objective, objective_loss, trained_rows
@@ -95,6 +96,13 @@ def test_the_balance_term_reaches_the_router_alone_and_padding_does_not_count(we
     assert leaves_equal(gradient(weights, scrambled, 3.0), with_term)
 
 
+class OwnValues:
+    """A layer's memory in which each token sees itself alone."""
+
+    def attend(self, q, k, v, at, **options):
+        return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), self
+
+
 def test_a_start_from_the_targets_layer_is_that_of_a_dense_draft_as_wide_as_one_expert(target):
     settings = DraftSettings(start="layer", aux=(2, 3, 4), vocab=64, experts=3, expert_size=40)
     mixed = new_config(settings, target, 3)
@@ -107,8 +115,8 @@ def test_a_start_from_the_targets_layer_is_that_of_a_dense_draft_as_wide_as_one_
 
     def state(config):
         params = EagleParams(warm.layer_weights(config, target, 0), embed=target.params["embed"])
-        own = lambda layer, q, k, v: jnp.repeat(v, HEADS // v.shape[2], axis=2)  # noqa: E731
-        return eagle_model.backbone(params, config, features, tokens, jnp.arange(5)[None], own)
+        at = Placement(jnp.zeros(1, jnp.int32), jnp.arange(5)[None], Causal())
+        return eagle_model.backbone(params, config, features, tokens, [OwnValues()], at)[0]
 
     np.testing.assert_allclose(state(mixed), state(dense), rtol=1e-5, atol=1e-5)
     with pytest.raises(ConfigError, match="not 400"):

@@ -17,9 +17,11 @@ from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import random_target
+from eaglejax.nn.cache import Placement
 from eaglejax.nn.mlp import gated_mlp
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import RopeConfig
+from eaglejax.nn.visible import Causal
 from eaglejax.train import warm
 from eaglejax.train.features import boundaries, target_features
 from eaglejax.train.packing import assemble
@@ -132,6 +134,22 @@ def test_the_fitted_start_writes_the_linear_guess_of_the_next_state_at_every_ste
     np.testing.assert_array_equal(np.asarray(weights["fc"])[-HIDDEN:], np.eye(HIDDEN))
 
 
+class Memory:
+    """A layer's memory that attends as a function says."""
+
+    def __init__(self, attention):
+        self.attention = attention
+
+    def attend(self, q, k, v, at, **options):
+        return self.attention(q, k, v), self
+
+
+def run_backbone(params, config, feature, tokens, attention):
+    at = Placement(jnp.zeros(1, jnp.int32), jnp.arange(tokens.shape[1])[None], Causal())
+    memories = [Memory(attention)] * config.num_layers
+    return eagle_model.backbone(params, config, feature, tokens, memories, at)[0]
+
+
 def test_heads_of_the_fitted_start_attend_to_their_own_position(target, rows):
     config = dataclasses.replace(draft_config(), num_kv_heads=HEADS)
     # Real models have directions that hardly vary; random ones have none, so one is put in.
@@ -143,15 +161,14 @@ def test_heads_of_the_fitted_start_attend_to_their_own_position(target, rows):
     weights = warm.fitted_weights(config, target, rows, 0, heads=2)
     captured = []
 
-    def attention(layer, q, k, v):
-        del layer
+    def attention(q, k, v):
         captured.append((q, k))
         return jnp.zeros_like(v)
 
     tokens = jnp.asarray([SAMPLES[0].ids[1:33]])
     params = EagleParams(weights, embed=target.params["embed"])
     feature = jnp.asarray(rows.last[None, :32])
-    eagle_model.backbone(params, config, feature, tokens, jnp.arange(32)[None], attention)
+    run_backbone(params, config, feature, tokens, attention)
     q, k = (np.asarray(x[0, :, :2]) for x in captured[0])
     scores = np.einsum("thd,shd->hts", q, k) * HEAD_DIM**-0.5
     scores = np.where(np.tril(np.ones((32, 32), bool)), scores, -np.inf)
@@ -195,9 +212,7 @@ def test_a_deeper_draft_starts_as_the_draft_of_one_layer_and_every_branch_can_le
 
     def states(weights, config):
         params = EagleParams(weights, embed=target.params["embed"])
-        return eagle_model.backbone(
-            params, config, feature, tokens, jnp.arange(16)[None], lambda layer, q, k, v: v
-        )
+        return run_backbone(params, config, feature, tokens, lambda q, k, v: v)
 
     one, three = (warm.fitted_weights(config, target, rows, 0) for config in (shallow, deep))
     np.testing.assert_array_equal(states(one, shallow), states(three, deep))

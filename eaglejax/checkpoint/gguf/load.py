@@ -40,8 +40,9 @@ from eaglejax.checkpoint.tables import (
 )
 from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from eaglejax.errors import CheckpointError
-from eaglejax.models.config import ModelConfig, from_hf
+from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
+from eaglejax.models.families import from_hf
 from eaglejax.pytree import leaf_paths, unflatten
 
 _LAYOUT_VERSION = 1

@@ -108,7 +108,7 @@ _MODEL_TYPES = {"qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "ge
 
 
 def config_from_metadata(file: GGUFFile) -> dict[str, Any]:
-    """What the file's ``config.json`` would say, as ``models.config.from_hf`` reads it.
+    """What the file's ``config.json`` would say, as ``models.families.from_hf`` reads it.
 
     Raises ``CheckpointError`` for an architecture or setting that is not supported and for missing keys.
     """

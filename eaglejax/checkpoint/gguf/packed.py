@@ -31,8 +31,9 @@ from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.checkpoint.tables import Assignment, check_layers, materialize, plan
 from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.models.config import ModelConfig, from_hf
+from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
+from eaglejax.models.families import from_hf
 from eaglejax.pytree import unflatten
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.calibrate import weight_paths

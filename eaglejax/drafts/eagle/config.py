@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from eaglejax.devices import Attention
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.models.config import FINAL, Boundary, ModelConfig
+from eaglejax.nn.block import Block, GroupedQuery, Norm
 from eaglejax.nn.mlp import activation
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.rope import RopeConfig
@@ -49,7 +49,6 @@ class EagleConfig:
     ``basis``: id of the basis that the features it reads are in, None for the one that the target was trained
     in. ``feature_map`` (where it reads the last state): the file ships the map from such features to those it
     was trained on.
-    ``attention``: how it is computed (None: as the device's adapter chooses); no part of the architecture.
     """
 
     version: int
@@ -86,7 +85,6 @@ class EagleConfig:
     softcap: float | None = None
     basis: str | None = None
     feature_map: bool = False
-    attention: Attention | None = None
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
@@ -227,6 +225,30 @@ class EagleConfig:
     def window(self, layer: int) -> int | None:
         """Attention window of a layer in positions, None for full attention."""
         return self.windows[layer] if self.windows else None
+
+    def block(self, layer: int) -> Block:
+        """A layer in full, as ``nn.block`` runs it. EAGLE-3's first one reads [embedding, feature]; what a
+        mixer reads is normalised by the draft, which is why no layer has ``attn_norm``."""
+        return Block(
+            hidden=self.hidden_size,
+            mixer=GroupedQuery(
+                heads=self.num_heads,
+                kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                scale=self.head_dim**-0.5,
+                rope=self.rope,
+                window=self.window(layer),
+                qkv_bias=self.qkv_bias,
+                o_bias=self.o_bias,
+                qk_norm=self.qk_norm,
+            ),
+            feed=self.moe or self.intermediate_size,
+            activation=self.activation,
+            norm=Norm(self.norm_eps),
+            wide=2 * self.hidden_size if self.version == 3 and layer == 0 else None,
+            own_norm=False,
+            router_f32=True,
+        )
 
     def fit(self, target: ModelConfig) -> EagleConfig:
         """This draft on ``target``: boundaries filled in where the checkpoint leaves them open.

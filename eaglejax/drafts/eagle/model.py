@@ -22,7 +22,7 @@ feature (without ``fuse``) and what ``logits`` reads.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,22 +31,18 @@ import jax.numpy as jnp
 from eaglejax import pytree
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.features import FeatureAdapter
-from eaglejax.nn import kv
+from eaglejax.nn import cache as caches
 from eaglejax.nn.cache import Cache, Placement
+from eaglejax.nn.kv import fill
+from eaglejax.nn.kv_format import kv_format
 from eaglejax.nn.linear import PackedWeight, embedding, linear
-from eaglejax.nn.mlp import gated_mlp
-from eaglejax.nn.moe import moe_mlp, router_logits
 from eaglejax.nn.norm import rms_norm
-from eaglejax.nn.rope import rotate, rotation
+from eaglejax.nn.rope import Angles
 from eaglejax.nn.visible import Visible
 from eaglejax.pytree import ArrayInfo, constant
 from eaglejax.tap import scope, tap
 
 Weights = dict[str, Any]
-
-Attention = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""(layer, q [B, N, Hq, d], k, v [B, N, Hkv, d]; q and k rotated) -> [B, N, Hq, d]: who sees whom is the
-caller's."""
 
 
 @pytree.dataclass
@@ -68,7 +64,7 @@ class EagleParams:
 
 def param_table(config: EagleConfig, dtype: Any = jnp.float32) -> Weights:
     """Shape, dtype, logical axes and initialiser of every weight of the draft's own."""
-    hidden, head_dim = config.hidden_size, config.head_dim
+    hidden = config.hidden_size
 
     def matrix(*shape: int, axes: tuple[str | None, ...]) -> ArrayInfo:
         return ArrayInfo(shape, dtype, axes)
@@ -76,60 +72,19 @@ def param_table(config: EagleConfig, dtype: Any = jnp.float32) -> Weights:
     def norm(*shape: int) -> ArrayInfo:
         return ArrayInfo(shape, dtype, (None,) * len(shape), constant(1.0))
 
-    def bias(size: int, axis: str | None) -> ArrayInfo:
-        return ArrayInfo((size,), dtype, (axis,), constant(0.0))
-
-    def mlp() -> Weights:
-        if config.moe is None:
-            width = config.intermediate_size
-            return {
-                "gate": matrix(hidden, width, axes=("embed", "mlp")),
-                "up": matrix(hidden, width, axes=("embed", "mlp")),
-                "down": matrix(width, hidden, axes=("mlp", "embed")),
-            }
-        e, width = config.num_experts, config.moe_intermediate_size
-        return {
-            # Two experts that score almost alike change places under rounding, whatever the rest is.
-            "router": ArrayInfo((hidden, e), jnp.float32, ("embed", None)),
-            "experts": {
-                "gate": matrix(e, hidden, width, axes=("experts", "embed", "mlp")),
-                "up": matrix(e, hidden, width, axes=("experts", "embed", "mlp")),
-                "down": matrix(e, width, hidden, axes=("experts", "mlp", "embed")),
-            },
-        }
-
     def layer(index: int) -> Weights:
-        q, k = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        wide = 2 * hidden if config.version == 3 and index == 0 else hidden
-        table: Weights = {
-            "q": matrix(wide, q, axes=("embed", "heads")),
-            "k": matrix(wide, k, axes=("embed", "kv_heads")),
-            "v": matrix(wide, k, axes=("embed", "kv_heads")),
-            "o": matrix(q, hidden, axes=("heads", "embed")),
-            "mlp_norm": norm(hidden),
-            **mlp(),
-        }
+        table = config.block(index).table(dtype)
         if config.version == 3 or index > 0:
             table["input_norm"] = norm(hidden)
         if config.version == 3 and index == 0:
             table["hidden_norm"] = norm(hidden)
-        if config.qkv_bias:
-            table |= {
-                "q_bias": bias(q, "heads"),
-                "k_bias": bias(k, "kv_heads"),
-                "v_bias": bias(k, "kv_heads"),
-            }
-        if config.o_bias:
-            table["o_bias"] = bias(hidden, None)
-        if config.qk_norm:
-            table |= {"q_norm": norm(head_dim), "k_norm": norm(head_dim)}
         return table
 
     table: Weights = {"layers": [layer(i) for i in range(config.num_layers)]}
     if config.fc_in:
         table["fc"] = matrix(config.fc_in, hidden, axes=(None, "embed"))
     if config.fc_bias:
-        table["fc_bias"] = bias(hidden, None)
+        table["fc_bias"] = ArrayInfo((hidden,), dtype, (None,), constant(0.0))
     if config.aux_norm == "joined":
         table["aux_norm"] = norm(config.fc_in)
     if config.aux_norm == "each":
@@ -164,15 +119,9 @@ def dtype_of(weights: Weights) -> Any:
 
 def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> Cache:
     """An empty key/value cache of the draft's own layers, in a format that needs no calibration."""
-    return kv.init_cache(
-        layers=config.num_layers,
-        batch=batch,
-        capacity=capacity,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        format=format,
-        centred=True,
-    )
+    form = kv_format(format)
+    layers = (config.block(i).mixer.cache_table(batch, capacity, form) for i in range(config.num_layers))
+    return fill(caches.table(tuple(layers), batch), form)
 
 
 def fuse(params: EagleParams, config: EagleConfig, features: jax.Array) -> jax.Array:
@@ -204,14 +153,16 @@ def backbone(
     config: EagleConfig,
     feature: jax.Array,
     tokens: jax.Array,
-    positions: jax.Array,
-    attention: Attention,
+    memories: Sequence[Any],
+    at: Placement,
     routing: list[jax.Array] | None = None,
-) -> jax.Array:
-    """States [B, N, H] of the pairs (``feature`` [B, N, H], ``tokens`` [B, N]) at ``positions`` [B, N].
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """States [B, N, H] of the pairs (``feature`` [B, N, H], ``tokens`` [B, N]) at ``at.positions`` [B, N],
+    and the layers' memories with them.
 
     A pair holds the feature of a token and the id of the token after it; its state predicts the one after
-    that. ``routing`` gets the router logits [B, N, E] f32 of every layer with experts appended.
+    that. ``memories``: one a layer, ``KV`` or whatever attends as it does. ``routing`` gets the router logits
+    [B, N, E] f32 of every layer with experts appended.
     """
     weights = params.weights
     embed = params.embed if params.embed is not None else weights["embed"]
@@ -219,64 +170,36 @@ def backbone(
     if config.embed_scale is not None:
         e = e * jnp.asarray(config.embed_scale, e.dtype)
     tap("embedding", e)
-    angles = rotation(positions, config.rope, config.head_dim)
+    angles = Angles(at.positions)
     if config.version == 1:
         x = linear(jnp.concatenate([e, feature], -1), weights["fc"], weights.get("fc_bias"))
         tap("fc", x)
     else:
         x = feature
-    for index, layer in enumerate(weights["layers"]):
+    left = []
+    for index, (layer, memory) in enumerate(zip(weights["layers"], memories, strict=True)):
         with jax.named_scope(f"draft_layer_{index}"), scope(f"layers/{index}"):
-            x = _layer(layer, config, index, x, e, angles, attention, routing)
-    return rms_norm(x, weights["norm"], config.norm_eps) if config.feed_normed else x
+            y, residual = _read(layer, config, index, x, e)
+            x, memory = config.block(index).run(
+                layer, x, angles, memory, at, y=y, residual=residual, routing=routing
+            )
+        left.append(memory)
+    state = rms_norm(x, weights["norm"], config.norm_eps) if config.feed_normed else x
+    return state, tuple(left)
 
 
-def _layer(
-    layer: Weights,
-    config: EagleConfig,
-    index: int,
-    x: jax.Array,
-    e: jax.Array,
-    angles: tuple[jax.Array, jax.Array],
-    attention: Attention,
-    routing: list[jax.Array] | None,
-) -> jax.Array:
+def _read(
+    layer: Weights, config: EagleConfig, index: int, x: jax.Array, e: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What a layer's attention reads, and what its result is added to."""
     eps = config.norm_eps
-    residual = x
     if index > 0:
-        y = rms_norm(x, layer["input_norm"], eps)
-    elif config.version == 1:
-        y = x
-    else:
-        normed = rms_norm(x, layer["hidden_norm"], eps)
-        y = jnp.concatenate([rms_norm(e, layer["input_norm"], eps), normed], -1)
-        if config.norm_before_residual:
-            residual = normed
-    tap("attn_norm", y)
-
-    def heads(name: str) -> jax.Array:
-        return linear(y, layer[name], layer.get(f"{name}_bias")).reshape(*y.shape[:2], -1, config.head_dim)
-
-    q, k, v = heads("q"), heads("k"), heads("v")
-    if config.qk_norm:
-        q, k = rms_norm(q, layer["q_norm"], eps), rms_norm(k, layer["k_norm"], eps)
-    mixed = attention(index, rotate(q, *angles), rotate(k, *angles), v)
-    y = linear(mixed.reshape(*x.shape[:2], -1), layer["o"], layer.get("o_bias"))
-    tap("attn_out", y)
-    x = residual + y
-    tap("attn_residual", x)
-    y = rms_norm(x, layer["mlp_norm"], eps)
-    tap("mlp_norm", y)
-    if config.moe is None:
-        y = gated_mlp(y, layer, config.activation)
-    else:
-        if routing is not None:
-            routing.append(router_logits(y, layer["router"]))
-        y = moe_mlp(y, layer, config.moe, config.activation)
-    tap("mlp", y)
-    x = x + y
-    tap("residual", x)
-    return x
+        return rms_norm(x, layer["input_norm"], eps), x
+    if config.version == 1:
+        return x, x
+    normed = rms_norm(x, layer["hidden_norm"], eps)
+    y = jnp.concatenate([rms_norm(e, layer["input_norm"], eps), normed], -1)
+    return y, normed if config.norm_before_residual else x
 
 
 def logits(params: EagleParams, config: EagleConfig, state: jax.Array) -> jax.Array:
@@ -311,15 +234,7 @@ def step(
     capacity``.
     """
     tap("feature", feature)
-    layers = list(cache.layers)
-    at = Placement(cache.lengths, positions, visible, slot_positions, config.attention)
-
-    def attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out, layers[layer] = layers[layer].attend(
-            q, k, v, at, scale=config.head_dim**-0.5, window=config.window(layer)
-        )
-        return out
-
-    state = backbone(params, config, feature, tokens, positions, attention)
+    at = Placement(cache.lengths, positions, visible, slot_positions)
+    state, layers = backbone(params, config, feature, tokens, cache.layers, at)
     tap("state", state)
-    return state, dataclasses.replace(cache, layers=tuple(layers))
+    return state, dataclasses.replace(cache, layers=layers)

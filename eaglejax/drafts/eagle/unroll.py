@@ -9,6 +9,7 @@ later pass, to row t alone. Pass k of row t equals the k-th step of cached draft
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.model import EagleParams
+from eaglejax.nn.cache import Placement
+from eaglejax.nn.visible import Causal
 
 StepAttention = Callable[..., jax.Array]
 """Signature of :func:`step_attention`, so that a kernel can take its place."""
@@ -60,6 +63,34 @@ def step_attention(
     return out.reshape(batch, length, heads, d).astype(q.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Passes:
+    """A layer's memory in training: keys and values of every pass so far, attended as ``attention`` does."""
+
+    attention: StepAttention
+    base: jax.Array
+    keys: tuple[jax.Array, ...] = ()
+    values: tuple[jax.Array, ...] = ()
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        at: Placement,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> tuple[jax.Array, _Passes]:
+        """As ``nn.kv.KV.attend``; drafts cap no scores."""
+        del at
+        assert softcap is None
+        now = dataclasses.replace(self, keys=(*self.keys, k), values=(*self.values, v))
+        out = self.attention(q, list(now.keys), list(now.values), self.base, scale=scale, window=window)
+        return out, now
+
+
 def unroll(
     params: EagleParams,
     config: EagleConfig,
@@ -86,19 +117,10 @@ def unroll(
     batch, length = tokens.shape
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    base = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
-    if documents is not None:
-        base = base & (documents[:, :, None] == documents[:, None, :])
-    keys: list[list[jax.Array]] = [[] for _ in range(config.num_layers)]
-    values: list[list[jax.Array]] = [[] for _ in range(config.num_layers)]
-
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        keys[layer].append(k)
-        values[layer].append(v)
-        return attention(
-            q, keys[layer], values[layer], base, scale=config.head_dim**-0.5, window=config.window(layer)
-        )
-
+    lengths = jnp.zeros((batch,), jnp.int32)
+    visible = Causal(documents)
+    base = visible.new(length, lengths)
+    memories: tuple[_Passes, ...] = tuple(_Passes(attention, base) for _ in range(config.num_layers))
     state = eagle_model.fuse(params, config, features)
     states = []
     for step in range(steps):
@@ -106,7 +128,8 @@ def unroll(
             state = params.adapter.from_draft(state if through_time else jax.lax.stop_gradient(state))
             tokens = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
         routed: list[jax.Array] = []
-        state = eagle_model.backbone(params, config, state, tokens, positions + step, attend, routed)
+        at = Placement(lengths, positions + step, visible)
+        state, memories = eagle_model.backbone(params, config, state, tokens, memories, at, routed)
         if routing is not None:
             routing.append(routed)
         states.append(state)

@@ -29,9 +29,8 @@ from eaglejax.nn.rope import RopeConfig, frequencies
 _DECODER_FIELDS = {
     *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
     *("head_dim", "max_position", "rope", "query_scale", "norm_eps", "activation", "tie_embeddings"),
-    *("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_offset", "sandwich_norms", "window", "sliding"),
-    *("sliding_rope", "attention_softcap", "final_softcap", "embed_scale", "moe", "sparse"),
-    *("qk_rotation", "post_rotation", "attention"),
+    *("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_offset", "sandwich_norms"),
+    *("attention_softcap", "final_softcap", "embed_scale", "layers", "qk_rotation", "post_rotation"),
 }
 """Fields of ModelConfig that the torch decoder follows or that do not change what it computes."""
 
@@ -40,7 +39,7 @@ _EAGLE_FIELDS = {
     *("num_heads", "num_kv_heads", "head_dim", "num_layers", "num_aux", "aux", "norm_eps", "rope"),
     *("activation", "aux_norm", "norm_before_residual", "head_norm", "feed_normed", "fc_bias", "qkv_bias"),
     *("o_bias", "qk_norm", "own_embedding", "own_head", "target_rows", "windows", "embed_scale", "softcap"),
-    *("num_experts", "experts_per_token", "moe_intermediate_size", "basis", "feature_map", "attention"),
+    *("num_experts", "experts_per_token", "moe_intermediate_size", "basis", "feature_map"),
 }
 """The same for EagleConfig."""
 
@@ -67,14 +66,18 @@ def moe_spec(moe: MoeConfig | None) -> MoeSpec | None:
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
     """The spec of a target; raises ConfigError for a setting that the torch decoder does not compute."""
     _check_known(config, _DECODER_FIELDS, "decoder")
-    layers = range(config.num_layers)
-    kinds = list(dict.fromkeys(config.layer_rope(i) for i in layers))
+    config.require_grouped("the torch decoder")
+    layers = [config.layer(i) for i in range(config.num_layers)]
+    kinds = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
+    mixtures = {layer.moe for layer in layers if layer.moe is not None}
+    if len(mixtures) > 1:
+        raise ConfigError(f"the torch decoder has one mixture of experts for all layers, not {len(mixtures)}")
     return DecoderSpec(
-        windows=tuple(config.layer_window(i) for i in layers),
+        windows=tuple(layer.window for layer in layers),
         rope_table=tuple(rope_spec(rope, config.head_dim) for rope in kinds),
-        ropes=tuple(kinds.index(config.layer_rope(i)) for i in layers),
-        sparse=tuple(config.is_sparse(i) for i in layers),
-        moe=moe_spec(config.moe),
+        ropes=tuple(kinds.index(layer.rope) for layer in layers if layer.rope is not None),
+        sparse=tuple(layer.moe is not None for layer in layers),
+        moe=moe_spec(mixtures.pop() if mixtures else None),
         **{
             f.name: getattr(config, f.name)
             for f in dataclasses.fields(DecoderSpec)

@@ -108,7 +108,7 @@ def test_drafts_of_other_targets_are_refused(tmp_path):
 )
 def test_shallow_targets_have_no_usual_boundaries(tmp_path, layers, want):
     """A66: three that exist and differ, or a refusal that says to name some; those are then read."""
-    config = dataclasses.replace(TARGET_CONFIG, num_layers=layers, sliding=())
+    config = dataclasses.replace(TARGET_CONFIG, num_layers=layers, layers=())
     folder = draft(tmp_path)
     if want is None:
         with pytest.raises(MismatchError, match=f"{layers} layers is too shallow.*name three"):

@@ -9,8 +9,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from eaglejax.checkpoint.quantized.parts import with_offset_sums
-from eaglejax.models.config import from_hf
 from eaglejax.models.decoder import param_table
+from eaglejax.models.families import from_hf
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
 from eaglejax.pytree import leaf_paths, unflatten

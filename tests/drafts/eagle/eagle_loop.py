@@ -13,7 +13,7 @@ from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files.load import bind
 from eaglejax.drafts.eagle.model import EagleParams
 from eaglejax.models import decoder
-from eaglejax.models.config import ModelConfig
+from eaglejax.models.config import LayerSpec, ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.rope import RopeConfig
 from eaglejax.sampling import Sampling
@@ -80,7 +80,7 @@ def own_layer_pair() -> tuple[Target, EagleConfig, EagleParams]:
     the target's layer on the next token; the final norm changes no argmax. Greedy drafts are all right.
     """
     window = 4
-    config = target_config(num_layers=1, window=window, sliding=(True,))
+    config = target_config(num_layers=1, layers=(LayerSpec(window=window),))
     target = make_target(config, seed=2, scale=12.0)
     params = {**target.params, "embed": _unit_rows(target.params["embed"])}
     layer = params["layers"][0]

@@ -1,0 +1,254 @@
+"""One layer of a transformer, on the residual stream: a mixer of tokens, then a feed-forward block.
+
+The same layer serves targets, drafts and whatever else is made of such layers. Its weights are a dict::
+
+    attn_norm [H]; the mixer's own (``GroupedQuery.table``, ...); post_attn_norm [H] (sandwich)
+    mlp_norm [H]; post_mlp_norm [H] (sandwich)
+    dense: gate, up [H, F], down [F, H]; gate_bias, up_bias, down_bias
+    mixture: router [H, E]; experts {gate, up [E, H, Fe], down [E, Fe, H]}
+
+Every matrix is [in, out].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from eaglejax import devices
+from eaglejax.nn.cache import Placement
+from eaglejax.nn.kv import KV
+from eaglejax.nn.kv_format import KVFormat
+from eaglejax.nn.linear import linear
+from eaglejax.nn.mlp import gated_mlp
+from eaglejax.nn.moe import MoeConfig, moe_mlp, router_logits
+from eaglejax.nn.norm import rms_norm
+from eaglejax.nn.rope import Angles, RopeConfig, rotate
+from eaglejax.pytree import ArrayInfo, constant
+from eaglejax.tap import tap
+
+Weights = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """How a layer normalises: root mean square with ``eps``; ``offset``: weights are stored as distance from
+    one."""
+
+    eps: float = 1e-6
+    offset: bool = False
+
+    def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """``x`` [..., H] normalised, times ``weight`` [H]."""
+        return rms_norm(x, weight, self.eps, offset=self.offset)
+
+    def table(self, size: int, dtype: Any) -> ArrayInfo:
+        """The weight."""
+        return ArrayInfo((size,), dtype, (None,), constant(0.0 if self.offset else 1.0))
+
+
+class Mixer(Protocol):
+    """How the tokens of a layer meet: frozen settings, with a kind of ``LayerCache`` of its own."""
+
+    def table(self, wide: int, hidden: int, norm: Norm, dtype: Any) -> Weights:
+        """Its weights, for inputs of width ``wide`` and results of width ``hidden``."""
+
+    def cache_table(self, batch: int, capacity: int, format: KVFormat) -> Any:
+        """Its memory, as ``ArrayInfo`` leaves."""
+
+    def __call__(
+        self, weights: Weights, y: jax.Array, angles: Angles, norm: Norm, memory: Any, at: Placement
+    ) -> tuple[jax.Array, Any]:
+        """([B, N, H] of the new tokens' ``y`` [B, N, wide], the memory with them, uncommitted)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedQuery:
+    """Softmax attention of ``heads`` query heads in groups over ``kv_heads`` (Ainslie et al. 2023).
+
+    ``scale`` multiplies scores, ``softcap`` bounds them, ``window`` counts positions, the query's included.
+    ``qk_norm``: queries and keys are normalised a head. ``hadamard``: both are turned behind RoPE by the
+    Hadamard matrix of ``head_dim`` (rotated targets).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeConfig
+    window: int | None = None
+    softcap: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    hadamard: bool = False
+
+    def table(self, wide: int, hidden: int, norm: Norm, dtype: Any) -> Weights:
+        """q [I, Hq*d], k, v [I, Hkv*d], o [Hq*d, H]; q_bias, k_bias, v_bias, o_bias; q_norm, k_norm [d]."""
+        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        table: Weights = {
+            "q": ArrayInfo((wide, q), dtype, ("embed", "heads")),
+            "k": ArrayInfo((wide, k), dtype, ("embed", "kv_heads")),
+            "v": ArrayInfo((wide, k), dtype, ("embed", "kv_heads")),
+            "o": ArrayInfo((q, hidden), dtype, ("heads", "embed")),
+        }
+        if self.qkv_bias:
+            table |= {
+                "q_bias": _bias(q, "heads", dtype),
+                "k_bias": _bias(k, "kv_heads", dtype),
+                "v_bias": _bias(k, "kv_heads", dtype),
+            }
+        if self.o_bias:
+            table["o_bias"] = _bias(hidden, None, dtype)
+        if self.qk_norm:
+            table |= {"q_norm": norm.table(self.head_dim, dtype), "k_norm": norm.table(self.head_dim, dtype)}
+        return table
+
+    def cache_table(self, batch: int, capacity: int, format: KVFormat) -> KV:
+        """Keys and values; keys as differences from a row's first where no softcap would notice."""
+        return KV.table(
+            format,
+            batch=batch,
+            capacity=capacity,
+            kv_heads=self.kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            centred=self.softcap is None,
+        )
+
+    def __call__(
+        self, weights: Weights, y: jax.Array, angles: Angles, norm: Norm, memory: Any, at: Placement
+    ) -> tuple[jax.Array, Any]:
+        """See :class:`Mixer`; ``memory`` is a ``KV``, or whatever attends as it does."""
+        b, n, _ = y.shape
+
+        def heads(name: str) -> jax.Array:
+            return linear(y, weights[name], weights.get(f"{name}_bias")).reshape(b, n, -1, self.head_dim)
+
+        q, k, v = heads("q"), heads("k"), heads("v")
+        if self.qk_norm:
+            q, k = norm(q, weights["q_norm"]), norm(k, weights["k_norm"])
+        turn = angles.of(self.rope, self.head_dim)
+        q, k = rotate(q, *turn), rotate(k, *turn)
+        if self.hadamard:
+            # Importing Pallas takes a third of a second, which other targets are spared.
+            from kernels_pallas.hadamard import hadamard
+
+            how = devices.current().operation("hadamard")
+            q, k = hadamard(q, implementation=how), hadamard(k, implementation=how)
+        out, memory = memory.attend(q, k, v, at, scale=self.scale, window=self.window, softcap=self.softcap)
+        return linear(out.reshape(b, n, -1), weights["o"], weights.get("o_bias")), memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A layer: ``mixer`` and ``feed``, the width of a gated MLP or a mixture of experts.
+
+    ``wide``: width of what the mixer reads, where it is not ``hidden`` (then the caller hands it in, see
+    ``run``); ``own_norm``: the layer has ``attn_norm``. ``sandwich``: a second norm closes each of the two
+    parts before its residual sum. ``router_f32``: the router is held and computed in f32.
+    """
+
+    hidden: int
+    mixer: Mixer
+    feed: int | MoeConfig
+    activation: str = "silu"
+    norm: Norm = Norm()
+    wide: int | None = None
+    own_norm: bool = True
+    sandwich: bool = False
+    mlp_bias: bool = False
+    router_f32: bool = False
+
+    def table(self, dtype: Any) -> Weights:
+        """Shape, dtype, logical axes and initialiser of every weight, in the layout of the module's text."""
+        hidden = self.hidden
+        table: Weights = self.mixer.table(self.wide or hidden, hidden, self.norm, dtype)
+        table["mlp_norm"] = self.norm.table(hidden, dtype)
+        if self.own_norm:
+            table["attn_norm"] = self.norm.table(hidden, dtype)
+        if self.sandwich:
+            table |= {name: self.norm.table(hidden, dtype) for name in ("post_attn_norm", "post_mlp_norm")}
+        if isinstance(self.feed, MoeConfig):
+            e, f = self.feed.experts, self.feed.intermediate_size
+            # Two experts that score almost alike change places under rounding, whatever the rest is.
+            held_in = jnp.float32 if self.router_f32 else dtype
+            table["router"] = ArrayInfo((hidden, e), held_in, ("embed", None))
+            table["experts"] = {
+                "gate": ArrayInfo((e, hidden, f), dtype, ("experts", "embed", "mlp")),
+                "up": ArrayInfo((e, hidden, f), dtype, ("experts", "embed", "mlp")),
+                "down": ArrayInfo((e, f, hidden), dtype, ("experts", "mlp", "embed")),
+            }
+            return table
+        f = self.feed
+        table |= {
+            "gate": ArrayInfo((hidden, f), dtype, ("embed", "mlp")),
+            "up": ArrayInfo((hidden, f), dtype, ("embed", "mlp")),
+            "down": ArrayInfo((f, hidden), dtype, ("mlp", "embed")),
+        }
+        if self.mlp_bias:
+            table |= {
+                "gate_bias": _bias(f, "mlp", dtype),
+                "up_bias": _bias(f, "mlp", dtype),
+                "down_bias": _bias(hidden, None, dtype),
+            }
+        return table
+
+    def run(
+        self,
+        weights: Weights,
+        x: jax.Array,
+        angles: Angles,
+        memory: Any,
+        at: Placement,
+        *,
+        y: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        post_rotation: jax.Array | None = None,
+        routing: list[jax.Array] | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """(residual stream [B, N, H] behind the layer, its memory with the new tokens).
+
+        ``y`` [B, N, wide]: what the mixer reads (None: ``x`` normalised); ``residual``: what its result is
+        added to (None: ``x``). ``post_rotation`` [H, H] f32: turns what the closing norms yield.
+        ``routing`` gets the router logits [B, N, E] f32 of a mixture appended.
+        """
+
+        def closed(part: jax.Array, name: str) -> jax.Array:
+            if not self.sandwich:
+                return part
+            part = self.norm(part, weights[name])
+            if post_rotation is None:
+                return part
+            return linear(part.astype(post_rotation.dtype), post_rotation, dtype=part.dtype)
+
+        with jax.named_scope("attention"):
+            if y is None:
+                y = self.norm(x, weights["attn_norm"])
+            tap("attn_norm", y)
+            y, memory = self.mixer(weights, y, angles, self.norm, memory, at)
+            y = closed(y, "post_attn_norm")
+            tap("attn_out", y)
+            x = (x if residual is None else residual) + y
+            tap("attn_residual", x)
+        with jax.named_scope("mlp"):
+            y = self.norm(x, weights["mlp_norm"])
+            tap("mlp_norm", y)
+            if isinstance(self.feed, MoeConfig):
+                if routing is not None:
+                    routing.append(router_logits(y, weights["router"]))
+                y = moe_mlp(y, weights, self.feed, self.activation)
+            else:
+                y = gated_mlp(y, weights, self.activation)
+            y = closed(y, "post_mlp_norm")
+            tap("mlp", y)
+            x = x + y
+        tap("residual", x)
+        return x, memory
+
+
+def _bias(size: int, axis: str | None, dtype: Any) -> ArrayInfo:
+    return ArrayInfo((size,), dtype, (axis,), constant(0.0))
