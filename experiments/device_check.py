@@ -27,9 +27,10 @@ import numpy as np
 from jax import lax
 
 from eaglejax import devices
-from eaglejax.devices import memory
 from eaglejax.devices.chips import Chip
-from eaglejax.models import decoder
+from eaglejax.devices.dtypes import dtype_bytes
+from eaglejax.kv_format import SCALE_BYTES
+from eaglejax.models import decoder, memory
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.attention import attention_by
 from eaglejax.nn.rope import RopeConfig
@@ -300,7 +301,7 @@ def time_trees(bench: Bench) -> Iterator[Case]:
     sizes = bench.sizes
 
     def measure(nodes: int, slots: int, cache: str, how: str) -> dict[str, Any]:
-        width = sizes.dim * memory.dtype_bytes(cache) + (memory.SCALE_BYTES if cache == "int8" else 0)
+        width = sizes.dim * dtype_bytes(cache) + (SCALE_BYTES if cache == "int8" else 0)
         moved = 2 * sizes.kv_heads * slots * width + 4 * nodes * sizes.heads * sizes.dim
         bound = bench.bound_us(moved, 4.0 * sizes.heads * nodes * slots * sizes.dim)
         copies = 1 if bench.interpret else min(_MOST_COPIES, max(2, math.ceil(_CYCLED_BYTES / moved)))

@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from eaglejax.devices import memory
 from eaglejax.devices.chips import CHIPS, Chip
+from eaglejax.models import memory
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.rope import RopeConfig
 

@@ -130,7 +130,6 @@ def import_circles(root: Path) -> dict[str, list[list[str]]]:
 
 
 STANDING = {
-    "eaglejax": [["devices", "nn"]],
     "eaglejax.drafts": [["align", "detect", "eagle"]],
 }
 """Circles that are still there; whoever opens one takes it out, and none is added."""

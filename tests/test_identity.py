@@ -10,7 +10,8 @@ import pytest
 
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.identity import described, digest, model_digest
-from eaglejax.models.config import ModelConfig, from_hf
+from eaglejax.models.config import ModelConfig
+from eaglejax.models.families import from_hf
 
 GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 512}
 

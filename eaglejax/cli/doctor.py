@@ -16,6 +16,7 @@ from eaglejax.cli.inspect import target_config
 from eaglejax.devices import compile_cache, cpu, machine
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import ModelConfig
+from eaglejax.models.memory import footprint_on
 from eaglejax.nn.rope import RopeConfig
 
 
@@ -74,7 +75,7 @@ def examine(target: str | None = None) -> dict[str, Any]:
 def memory(config: ModelConfig, adapter: devices.Adapter) -> dict[str, Any]:
     """What decoding with trees of the usual size takes on the device: GiB of weights, how many rows of the
     whole ``context`` fit, and how long one row can be; ``refused``: why not even the weights fit."""
-    fits = adapter.footprint(config, nodes=ej.DynamicTree().nodes)
+    fits = footprint_on(adapter, config, nodes=ej.DynamicTree().nodes)
     found: dict[str, Any] = {
         "weights_gib": round(fits.weights / machine.GIB, 2),
         "weight_dtype": adapter.weight_dtype,

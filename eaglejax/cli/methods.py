@@ -10,8 +10,8 @@ import eaglejax as ej
 from eaglejax.cli import show
 from eaglejax.config import AuxConvention, SpeculativeConfig, parse_speculative_config
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import kv_format, uncalibrated_format
 from eaglejax.naming import known_name
-from eaglejax.nn.kv_format import kv_format, uncalibrated_format
 
 Build = Callable[[Any, SpeculativeConfig], Any]
 """Of a target and a config: the proposer."""

@@ -1,20 +1,17 @@
 """What suits a device: attention kernel and block sizes, dtypes, precision, memory, mesh.
 
 ``choose`` makes an :class:`Adapter` for a device; :func:`current` is the one of the default device, which
-attention asks whenever a model's configuration leaves the choice open. Every choice carries its reason.
+attention asks whenever a program leaves the choice open. Every choice carries its reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eaglejax.devices import memory
 from eaglejax.devices.chips import GIB, Chip
+from eaglejax.devices.dtypes import dtype_bytes
 from eaglejax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from eaglejax.models.config import ModelConfig
 
 KERNELS = ("tpu", "gpu")
 
@@ -125,7 +122,7 @@ class Adapter:
         if not self.step_bytes:
             return None
         tuned = {(d, t): block for d, t, block in self.blocks}
-        slot = 2 * head_dim * memory.dtype_bytes(dtype)
+        slot = 2 * head_dim * dtype_bytes(dtype)
         wanted = tuned.get((head_dim, dtype)) or next(
             (b for b in BLOCKS if b * slot >= self.step_bytes), BLOCKS[-1]
         )
@@ -135,16 +132,6 @@ class Adapter:
     def operation(self, name: str) -> Any:
         """The implementation of one of ``OPERATIONS``: "auto" unless it was chosen by hand."""
         return dict(self.operations).get(name, "auto")
-
-    def footprint(self, config: ModelConfig, **options: Any) -> memory.Footprint:
-        """What decoding with ``config`` takes here: see ``memory.footprint``, whose ``options`` these are."""
-        settings: dict[str, Any] = {
-            "weight_dtype": self.weight_dtype,
-            "cache_dtype": self.cache_dtype,
-            "scores": self.attention.implementation == "xla",
-            "lanes": self.lanes,
-        }
-        return memory.footprint(config, self.memory_bytes, **(settings | options))
 
     def describe(self) -> dict[str, Any]:
         """Choices and reasons as plain values, for ``eaglejax doctor``."""

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eaglejax.devices import cpu, gpu, memory, tpu
+from eaglejax.devices import cpu, gpu, tpu
 from eaglejax.devices.adapter import KERNELS, OPERATIONS, Adapter, Attention, check_runs
 from eaglejax.devices.chips import GIB
+from eaglejax.devices.dtypes import dtype_bytes
 from eaglejax.errors import ConfigError
-from eaglejax.nn.kv_format import kv_format
+from eaglejax.kv_format import kv_format
 
 VARIABLE = "EAGLEJAX_ADAPTER"
 """Environment variable that names a TOML file of overrides."""
@@ -87,7 +88,7 @@ def _override(adapter: Adapter, values: Mapping[str, Any]) -> Adapter:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise ConfigError(f"adapter override {key} is {value!r}; it must be of type {kinds[-1].__name__}")
     if "weight_dtype" in values:
-        memory.dtype_bytes(values["weight_dtype"])
+        dtype_bytes(values["weight_dtype"])
     if "cache_dtype" in values:
         kv_format(values["cache_dtype"])
     if values.get("matmul_precision", "default") not in PRECISIONS:

@@ -83,7 +83,10 @@ def _product_ms(rows: int, inputs: int, outputs: int, dtype: Any) -> float:
 
     from kernels_pallas.dense_matmul import dense_matmul
 
-    return _best_ms(dense_matmul, jnp.ones((rows, inputs), dtype), jnp.ones((inputs, outputs), dtype))
+    def product(x: Any, w: Any) -> Any:
+        return dense_matmul(x, w, out_dtype=jnp.float32).astype(dtype)
+
+    return _best_ms(product, jnp.ones((rows, inputs), dtype), jnp.ones((inputs, outputs), dtype))
 
 
 def _best_ms(product: Callable[..., Any], *arguments: Any) -> float:

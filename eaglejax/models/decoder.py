@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import KVFormat, kv_format
 from eaglejax.models.config import FINAL, Boundary, ModelConfig
 from eaglejax.nn import cache as caches
 from eaglejax.nn.block import Norm
 from eaglejax.nn.cache import Cache, CacheScales, Placement
 from eaglejax.nn.kv import fill
-from eaglejax.nn.kv_format import KVFormat, kv_format
 from eaglejax.nn.linear import embedding, linear
 from eaglejax.nn.rope import Angles
 from eaglejax.nn.visible import Visible

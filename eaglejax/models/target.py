@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.errors import ConfigError, RequestError
+from eaglejax.kv_format import KVFormat
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import init_params
 from eaglejax.nn.cache import CacheScales
-from eaglejax.nn.kv_format import KVFormat
 
 if TYPE_CHECKING:
     from eaglejax.checkpoint.sources import Source
@@ -33,7 +33,7 @@ class Target:
     random weights. ``basis``: id of the rotation that the residual stream is in, None for the basis the model
     was trained in; ``rotation``: that rotation with its matrix, where it is at hand. ``quantization``: name
     of the scheme its weights are packed with, None for plain arrays. ``cache_format``: form of keys and
-    values that its files ask for (``nn.kv_format``), None where they leave it open; ``cache_scales``: what an
+    values that its files ask for (``kv_format``), None where they leave it open; ``cache_scales``: what an
     int8-static cache of this target needs.
     """
 

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax import devices
+from eaglejax.kv_format import KVFormat
 from eaglejax.nn.cache import Placement
 from eaglejax.nn.kv import KV
-from eaglejax.nn.kv_format import KVFormat
 from eaglejax.nn.linear import linear
 from eaglejax.nn.mlp import gated_mlp
 from eaglejax.nn.moe import MoeConfig, moe_mlp, router_logits

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import KVFormat, kv_format
 from eaglejax.nn import cache as caches
 from eaglejax.nn import kv_codec
 from eaglejax.nn.attention import attend
 from eaglejax.nn.cache import SLOTS, Cache, CacheScales, Placement, put_row
 from eaglejax.nn.gather import take
 from eaglejax.nn.kv_codec import PackedKV, Stored
-from eaglejax.nn.kv_format import KVFormat, kv_format
 from eaglejax.tap import tap
 from kernels_pallas import cache_attention
 from kernels_pallas.foreign import portable_call

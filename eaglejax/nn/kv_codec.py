@@ -27,8 +27,8 @@ import numpy as np
 
 from eaglejax import pytree
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import KVFormat
 from eaglejax.nn.codebooks import lloyd_max, rotation_blocks
-from eaglejax.nn.kv_format import KVFormat
 from eaglejax.pytree import ArrayInfo, constant
 
 INT8_MAX = 127

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
+from eaglejax.kv_format import KVFormat
 from eaglejax.nn import kv_codec
 from eaglejax.nn.attention import attend
 from eaglejax.nn.cache import SLOTS, Placement
 from eaglejax.nn.kv import join, move, spoil, store
 from eaglejax.nn.kv_codec import Stored
-from eaglejax.nn.kv_format import KVFormat
 from eaglejax.nn.linear import linear
 from eaglejax.nn.rope import Angles, RopeConfig, rotate
 from eaglejax.pytree import ArrayInfo

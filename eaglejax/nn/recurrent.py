@@ -27,8 +27,8 @@ import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.errors import ConfigError, EaglejaxError
+from eaglejax.kv_format import KVFormat
 from eaglejax.nn.cache import Placement, put_row
-from eaglejax.nn.kv_format import KVFormat
 from eaglejax.nn.linear import linear
 from eaglejax.nn.rope import Angles
 from eaglejax.nn.visible import Causal, Tree

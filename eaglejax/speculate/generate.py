@@ -19,9 +19,9 @@ from eaglejax import sampling
 from eaglejax.devices import Attention
 from eaglejax.drafts.base import Proposer, Request
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
+from eaglejax.kv_format import KVFormat, kv_format
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
-from eaglejax.nn.kv_format import KVFormat, kv_format
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import metrics, rounds
 from eaglejax.speculate.stops import TextStream

@@ -16,10 +16,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from eaglejax.devices import memory
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import FORMATS, KVFormat
+from eaglejax.models import memory
 from eaglejax.models.target import Target
-from eaglejax.nn.kv_format import FORMATS, KVFormat
 from eaglejax.quant.kv import calibrate_cache
 from experiments.quantization.perplexity import keep, measure, parser, read_texts
 

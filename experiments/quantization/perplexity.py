@@ -28,11 +28,11 @@ import numpy as np
 
 from eaglejax.checkpoint.target import load_target
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import KVFormat
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
-from eaglejax.nn.kv_format import KVFormat
 from eaglejax.nn.visible import Causal
 from eaglejax.quant import Statistics, as_plan, calibrate, quantize_target
 from eaglejax.speculate.generate import cache_form

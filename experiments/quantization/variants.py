@@ -11,8 +11,8 @@ import dataclasses
 import re
 
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import KVFormat
 from eaglejax.models.target import Target
-from eaglejax.nn.kv_format import KVFormat
 from eaglejax.quant import Statistics
 from eaglejax.rotation.rotate import Rotation, rotate_target
 from experiments.quantization import perplexity

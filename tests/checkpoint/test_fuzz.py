@@ -45,7 +45,7 @@ from eaglejax.checkpoint.torch_bin import TorchBinFile
 from eaglejax.drafts.eagle.files.load import read_weights
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.errors import EaglejaxError
-from eaglejax.models.config import from_hf
+from eaglejax.models.families import from_hf
 
 sys.path[:0] = [str(Path(__file__).parent / part) for part in ("quant", "eagle")]
 import eagle_files  # noqa: E402

@@ -23,7 +23,7 @@ from eaglejax.checkpoint.gguf.metadata import config_from_metadata
 from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.checkpoint.tables import check_layers
 from eaglejax.errors import CheckpointError, EaglejaxError
-from eaglejax.models.config import from_hf
+from eaglejax.models.families import from_hf
 from eaglejax.nn import rope
 
 MATRIX_KINDS = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_1, Kind.Q5_0, Kind.Q4_1, Kind.Q4_0)

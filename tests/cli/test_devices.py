@@ -12,6 +12,7 @@ from tiny_model import write_model
 from eaglejax import devices
 from eaglejax.cli import doctor
 from eaglejax.devices import compile_cache, cpu_flags
+from eaglejax.models.memory import footprint_on
 
 OURS = [f"{name}={value}" for name, value in cpu_flags.FLAGS.items()]
 FIRST, SECOND = cpu_flags.FLAGS
@@ -165,7 +166,7 @@ def test_doctor_says_what_does_not_fit():
     takes = doctor.memory(doctor.tiny_config(), small)
     assert (takes["rows"], takes["longest_row"]) == (0, 0)
     assert "the weights take" in takes["refused"]
-    weights = here.footprint(doctor.tiny_config()).weights
+    weights = footprint_on(here, doctor.tiny_config()).weights
     takes = doctor.memory(doctor.tiny_config(), dataclasses.replace(here, memory_bytes=weights + 1000))
     assert (takes["rows"], takes["longest_row"], takes["refused"]) == (0, 0, None)
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from eaglejax import devices, pytree
-from eaglejax.devices import Attention, adapter, chips, choice, gpu, memory
+from eaglejax.devices import Attention, adapter, chips, choice, gpu
 from eaglejax.errors import ConfigError
-from eaglejax.models import decoder
+from eaglejax.models import decoder, memory
 from eaglejax.models.config import LayerSpec, ModelConfig
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.rope import RopeConfig
@@ -225,7 +225,8 @@ def test_largest_batch_and_context_fill_the_memory():
     config = model("8B")
     assert memory.parameter_count(config) == pytest.approx(8.03e9, rel=1e-3)
     assert memory.cache_bytes_per_token(config, "bfloat16") == 131072
-    for got in (v6e.footprint(config, nodes=64), v5e.footprint(config, nodes=64, shards=4)):
+    for chip, shards in ((v6e, 1), (v5e, 4)):
+        got = memory.footprint_on(chip, config, nodes=64, shards=shards)
         assert got.available > got.weights
         batch = got.largest_batch(8192)
         assert batch > 1
@@ -233,22 +234,23 @@ def test_largest_batch_and_context_fill_the_memory():
         context = got.largest_context(batch)
         assert got.total(batch, context) <= got.available < got.total(batch, context + 1)
     with pytest.raises(ConfigError, match=r"29\.9 GiB.*at least 2 times as many"):
-        v5e.footprint(config, weight_dtype="float32").largest_batch(1)
+        memory.footprint_on(v5e, config, weight_dtype="float32").largest_batch(1)
     # The bfloat16 weights of 8B fit a v5e, but leave no room for a row of 8192 tokens; 8 bits do.
-    assert v5e.footprint(config).largest_batch(8192) == 0
-    assert v5e.footprint(config, weight_dtype="int8").largest_batch(8192) > 1
-    assert v5e.footprint(config).largest_context(64) == 0
+    assert memory.footprint_on(v5e, config).largest_batch(8192) == 0
+    assert memory.footprint_on(v5e, config, weight_dtype="int8").largest_batch(8192) > 1
+    assert memory.footprint_on(v5e, config).largest_context(64) == 0
 
 
 def test_scores_count_where_xla_attends():
     kernel = devices.choose(tpu("TPU v6e"))
     plain = dataclasses.replace(kernel, attention=devices.XLA)
     config = model("8B")
-    slots, new = plain.footprint(config), kernel.footprint(config)
+    slots, new = memory.footprint_on(plain, config), memory.footprint_on(kernel, config)
     assert slots.per_token - new.per_token == 512 * 32 * (4 + 2 + 1)
     assert new.per_row - slots.per_row == 512 * 512 * 32 * (4 + 2 + 1)
     # Eight key/value heads split over four devices but not over three.
-    assert kernel.footprint(config, shards=4).per_token * 4 == kernel.footprint(config, shards=3).per_token
+    four, three = (memory.footprint_on(kernel, config, shards=n).per_token for n in (4, 3))
+    assert four * 4 == three
 
 
 def test_mesh_defaults_shard_what_the_tables_name():

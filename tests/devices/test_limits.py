@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from eaglejax.devices import memory
 from eaglejax.devices.chips import CHIPS
+from eaglejax.models import memory
 from experiments import limits
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernel_checks import TPU_TOPOLOGIES, compile_for_tpu, lower_for, shapes_of, tpu_topology
 
 from eaglejax import devices, pytree, sampling
-from eaglejax.devices import Attention, memory
+from eaglejax.devices import Attention
 from eaglejax.drafts.ngram import NGram
-from eaglejax.models import decoder
+from eaglejax.models import decoder, memory
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.attention import attend
 from eaglejax.nn.attention_implementations import MOST_ROWS

@@ -12,8 +12,8 @@ from pathlib import Path
 import eaglejax as ej
 from eaglejax.cli.methods import METHODS, proposer_from
 from eaglejax.config import SpeculativeConfig
+from eaglejax.kv_format import FORMATS
 from eaglejax.models.target import Target
-from eaglejax.nn.kv_format import FORMATS
 from eaglejax.quant import SCHEMES, calibrate, quantize_target
 from eaglejax.quant.kv import calibrate_cache
 

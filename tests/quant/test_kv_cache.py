@@ -15,15 +15,15 @@ from loop_tools import (
 )
 
 from eaglejax import devices
-from eaglejax.devices import Attention, memory
+from eaglejax.devices import Attention
 from eaglejax.errors import ConfigError
-from eaglejax.models import decoder
+from eaglejax.kv_format import FORMATS, KVFormat
+from eaglejax.models import decoder, memory
 from eaglejax.nn import attention as attention_module
 from eaglejax.nn import attention_implementations, kv_codec
 from eaglejax.nn.attention import attend
 from eaglejax.nn.cache import Cache, CacheScales, Placement
 from eaglejax.nn.kv import KV, init_cache, write
-from eaglejax.nn.kv_format import FORMATS, KVFormat
 from eaglejax.nn.visible import Causal, Tree
 
 NARROW = [name for name in FORMATS if not KVFormat(name).plain]

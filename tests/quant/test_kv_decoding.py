@@ -36,11 +36,11 @@ from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import FORMATS, KVFormat
 from eaglejax.models import decoder
 from eaglejax.nn import kv_codec
 from eaglejax.nn.attention import attention_by
 from eaglejax.nn.cache import Cache, CacheScales
-from eaglejax.nn.kv_format import FORMATS, KVFormat
 from eaglejax.nn.visible import Causal, Tree
 from eaglejax.quant.kv import calibrate_cache
 from eaglejax.speculate import rounds

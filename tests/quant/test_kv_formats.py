@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import FORMATS, KVFormat, kv_format
 from eaglejax.nn import kv_codec
 from eaglejax.nn.codebooks import lloyd_max, rotation_blocks
-from eaglejax.nn.kv_format import FORMATS, KVFormat, kv_format
 
 NARROW = [name for name in FORMATS if not KVFormat(name).plain]
 ROTATED = [name for name in NARROW if KVFormat(name).rotation]

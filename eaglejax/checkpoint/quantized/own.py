@@ -22,10 +22,10 @@ from eaglejax.checkpoint.quantized.parts import checked_scale, pending, require,
 from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile
 from eaglejax.checkpoint.tables import check_layers
 from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.kv_format import FORMATS, KVFormat, kv_format
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
 from eaglejax.nn.cache import CacheScales
-from eaglejax.nn.kv_format import FORMATS, KVFormat, kv_format
 from eaglejax.pytree import leaf_paths
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.online import HadamardInput

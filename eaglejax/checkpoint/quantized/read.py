@@ -34,11 +34,11 @@ from eaglejax.checkpoint.quantized import own as quant_own
 from eaglejax.checkpoint.quantized.parts import Encoded, QuantizedStore, from_parts, require
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
 from eaglejax.checkpoint.tables import Assignment, candidates, check_layers, materialize, plan
+from eaglejax.kv_format import KVFormat
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
 from eaglejax.models.families import from_hf
 from eaglejax.nn.cache import CacheScales
-from eaglejax.nn.kv_format import KVFormat
 from eaglejax.pytree import leaf_paths, unflatten
 from eaglejax.rotation.basis import UNKNOWN_ROTATION, Basis
 

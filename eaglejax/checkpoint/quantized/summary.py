@@ -37,10 +37,10 @@ from eaglejax.checkpoint.quantized.read import (
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
 from eaglejax.checkpoint.tables import candidates, check_layers
 from eaglejax.errors import CheckpointError
+from eaglejax.kv_format import KVFormat
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
 from eaglejax.models.families import from_hf
-from eaglejax.nn.kv_format import KVFormat
 from eaglejax.pytree import leaf_paths
 from eaglejax.rotation.basis import UNKNOWN_ROTATION
 

@@ -27,9 +27,9 @@ from eaglejax.checkpoint.quantized.parts import Part, kind_of, pending, to_part
 from eaglejax.checkpoint.safetensors_io import Pending, write_safetensors
 from eaglejax.checkpoint.tables import Assignment, candidates
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import kv_format
 from eaglejax.models.decoder import param_table
 from eaglejax.models.target import Target
-from eaglejax.nn.kv_format import kv_format
 from eaglejax.pytree import leaf_paths
 from eaglejax.quant.array import QuantArray
 from eaglejax.rotation.basis import UNKNOWN_ROTATION

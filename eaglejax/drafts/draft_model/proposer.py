@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from eaglejax import pytree, sampling
 from eaglejax.drafts.base import Draft, Observation, Proposal
 from eaglejax.drafts.static import OnChain, chain_draft, require_positive
+from eaglejax.kv_format import KVFormat, uncalibrated_format
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.cache import Cache, rewind
-from eaglejax.nn.kv_format import KVFormat, uncalibrated_format
 from eaglejax.nn.visible import Causal
 from eaglejax.sampling import RowSampling
 

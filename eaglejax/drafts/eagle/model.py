@@ -31,10 +31,10 @@ import jax.numpy as jnp
 from eaglejax import pytree
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.features import FeatureAdapter
+from eaglejax.kv_format import kv_format
 from eaglejax.nn import cache as caches
 from eaglejax.nn.cache import Cache, Placement
 from eaglejax.nn.kv import fill
-from eaglejax.nn.kv_format import kv_format
 from eaglejax.nn.linear import PackedWeight, embedding, linear
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import Angles

@@ -27,8 +27,8 @@ from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.static import static_draft
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError
+from eaglejax.kv_format import KVFormat, uncalibrated_format
 from eaglejax.nn.cache import Cache
-from eaglejax.nn.kv_format import KVFormat, uncalibrated_format
 from eaglejax.nn.visible import Causal, Tree
 from eaglejax.sampling import RowSampling
 from eaglejax.tap import scope

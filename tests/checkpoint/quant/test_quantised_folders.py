@@ -18,7 +18,7 @@ from eaglejax.checkpoint.quantized.read import load_quantized
 from eaglejax.checkpoint.quantized.summary import summary
 from eaglejax.checkpoint.quantized.write import write_quantized
 from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.nn.kv_format import KVFormat, kv_format
+from eaglejax.kv_format import KVFormat, kv_format
 from eaglejax.nn.linear import embedding
 from eaglejax.rotation.basis import UNKNOWN_ROTATION
 
