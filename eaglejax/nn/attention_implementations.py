@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaglejax.errors import ConfigError
 from eaglejax.nn.attention_xla import attend_xla, default_positions, scale_of
 from eaglejax.nn.kv_codec import PackedKV, Stored
 from eaglejax.nn.visible import Visible
@@ -56,7 +55,6 @@ def _attend_pallas(
     block_kv: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     # Importing Pallas takes a third of a second, which those who do not use it are spared.
-    from kernels_pallas import KernelError
     from kernels_pallas.tree_attention import merge, pack_ancestors, tree_attention
 
     n = q.shape[1]
@@ -79,41 +77,38 @@ def _attend_pallas(
     shared: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     call: dict[str, Any] = {"block_kv": block_kv, "implementation": kernel, "interpret": interpret}
     call |= {"slot_offset": slot_offset, "block_tables": block_tables} | shared | scales
-    try:
-        if m <= part:
-            out, lse = tree_attention(
-                whole, k, v, words, lengths, positions=new_positions, out_dtype=out_dtype, **call
-            )
-            return out[:, m - n :], lse[:, m - n :]
-        # A prompt chunk: the kernel attends to the prefix, part by part, and XLA among the new tokens.
-        prefix = [
-            tree_attention(
-                q[:, i : i + part],
-                k,
-                v,
-                None,
-                lengths,
-                positions=positions[:, i : i + part],
-                out_dtype=jnp.float32,
-                **call,
-            )
-            for i in range(0, n, part)
-        ]
-        new_scales: dict[str, Any] = {name: _new_slots(x, lengths, m) for name, x in scales.items()}
-        own, own_lse = tree_attention(
-            whole,
-            _new_slots(k, lengths, m),
-            _new_slots(v, lengths, m),
-            words,
-            jnp.zeros_like(lengths),
-            positions=new_positions,
-            out_dtype=jnp.float32,
-            implementation="xla",
-            **shared,
-            **new_scales,
+    if m <= part:
+        out, lse = tree_attention(
+            whole, k, v, words, lengths, positions=new_positions, out_dtype=out_dtype, **call
         )
-    except KernelError as error:
-        raise ConfigError(str(error)) from error
+        return out[:, m - n :], lse[:, m - n :]
+    # A prompt chunk: the kernel attends to the prefix, part by part, and XLA among the new tokens.
+    prefix = [
+        tree_attention(
+            q[:, i : i + part],
+            k,
+            v,
+            None,
+            lengths,
+            positions=positions[:, i : i + part],
+            out_dtype=jnp.float32,
+            **call,
+        )
+        for i in range(0, n, part)
+    ]
+    new_scales: dict[str, Any] = {name: _new_slots(x, lengths, m) for name, x in scales.items()}
+    own, own_lse = tree_attention(
+        whole,
+        _new_slots(k, lengths, m),
+        _new_slots(v, lengths, m),
+        words,
+        jnp.zeros_like(lengths),
+        positions=new_positions,
+        out_dtype=jnp.float32,
+        implementation="xla",
+        **shared,
+        **new_scales,
+    )
     outs, lses = (jnp.concatenate(x, axis=1) for x in zip(*prefix, strict=True))
     out, lse = merge(jnp.stack([outs, own[:, m - n :]]), jnp.stack([lses, own_lse[:, m - n :]]))
     return out.astype(out_dtype), lse
