@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from eaglejax.quant import Plan, calibrate, get_scheme, quantize_target
     from eaglejax.sampling import Sampling
     from eaglejax.speculate.generate import Generation, Piece
+    from eaglejax.speculate.options import DecodeOptions
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "Autoregressive",
     "Bound",
     "Conversation",
+    "DecodeOptions",
     "DraftModel",
     "DynamicTree",
     "Eagle",
@@ -73,6 +75,7 @@ _PLACES = {
     "Autoregressive": "eaglejax.drafts.autoregressive",
     "Bound": "eaglejax.drafts.base",
     "Conversation": "eaglejax.conversation",
+    "DecodeOptions": "eaglejax.speculate.options",
     "DraftModel": "eaglejax.drafts.draft_model.proposer",
     "DynamicTree": "eaglejax.drafts.grow",
     "Eagle": "eaglejax.drafts.eagle.proposer",

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import numpy as np
 
 from eaglejax.conversation import Conversation, as_conversation, template_variables
 from eaglejax.drafts.autoregressive import Autoregressive
-from eaglejax.drafts.base import Bound, Proposer
+from eaglejax.drafts.base import Bound, Proposer, Request
 from eaglejax.drafts.detect import check_basis
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
-from eaglejax.nn.cache import CacheScales
 from eaglejax.sampling import Sampling
-from eaglejax.speculate.generate import (
-    LARGEST_PREFILL,
-    ROUNDS_A_CHUNK,
-    BatchDecoder,
-    DecodeOptions,
-    Generation,
-    Piece,
-    Request,
-    check_request,
-)
+from eaglejax.speculate.generate import BatchDecoder, Generation, Piece, check_request
 from eaglejax.speculate.metrics import Stats
+from eaglejax.speculate.options import DecodeChanges, DecodeOptions
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages | Conversation
 
 DEFAULT_BATCH = 8
+STREAMING = DecodeOptions(rounds_a_chunk=4)
 INTEGERS = (int, np.integer)
+
+
+class Settings(DecodeChanges, total=False):
+    """Keywords of :func:`generate`."""
+
+    proposer: Proposer | Bound | None
+    sampling: Sampling | Sequence[Sampling] | None
+    max_new_tokens: int | Sequence[int]
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int] | Sequence[Sequence[int]]
+    chat_template_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    predictions: Any
+    batch_size: int
+    on_error: str
+    options: DecodeOptions | None
 
 
 def _is_single(prompts: Any) -> bool:
@@ -133,6 +141,16 @@ def decoder_for(
     return BatchDecoder(target, bound.proposer, bound.params, requests, batch=batch, options=options)
 
 
+@overload
+def generate(  # type: ignore[overload-overlap]
+    target: Target, prompts: Prompt, **settings: Unpack[Settings]
+) -> Generation: ...
+
+
+@overload
+def generate(target: Target, prompts: Sequence[Prompt], **settings: Unpack[Settings]) -> list[Generation]: ...
+
+
 def generate(
     target: Target,
     prompts: Prompt | Sequence[Prompt],
@@ -146,15 +164,10 @@ def generate(
     split_special_tokens: bool = False,
     predictions: Any = None,
     batch_size: int = DEFAULT_BATCH,
-    verification: str = "token",
-    logprobs: bool = False,
-    ignore_eos: bool = False,
     on_error: str = "raise",
-    rounds_a_chunk: int = ROUNDS_A_CHUNK,
-    prefill_width: int = LARGEST_PREFILL,
-    cache_dtype: Any = None,
-    cache_scales: CacheScales | None = None,
-) -> Any:
+    options: DecodeOptions | None = None,
+    **changes: Unpack[DecodeChanges],
+) -> Generation | list[Generation]:
     """Decode prompts; the output's law is the target's whatever the proposer.
 
     ``prompts``: a text, token ids, messages or a ``Conversation`` (one Generation comes back), or a list of
@@ -164,24 +177,19 @@ def generate(
     answer as the end of text does, one list for all or one each. ``chat_template_kwargs``: what the chat
     template reads beside the messages (``{"enable_thinking": False}``, ``{"tools": [...]}``), one for all or
     one each. ``predictions``: text or token ids that each answer will mostly repeat, for proposers that use
-    them. ``batch_size``: rows decoded together. ``verification``: "token", or "block" for chains (Sun et al.,
-    2025). ``on_error``: "raise", or "return" a Generation whose ``error`` says why, so that one bad prompt
-    does not cost the others. ``rounds_a_chunk``: rounds between looks at the host (stop strings, streaming).
-    ``cache_dtype``: format of the target's keys and values, by name or dtype: "int8", "fp8", "turbo4", ...
-    (see ``KVFormat``; None: what the target's files ask for, else its dtype); ``cache_scales``: for
-    "int8-static", where the target brings none. Raises ConfigError for options that cannot be and
-    RequestError for a prompt that cannot be served.
+    them. ``batch_size``: rows decoded together. ``on_error``: "raise", or "return" a Generation whose
+    ``error`` says why, so that one bad prompt does not cost the others. ``options``: how to decode, see
+    ``DecodeOptions``; its fields can be given as keywords too (``logprobs=True``), which go before it. Raises
+    ConfigError for options that cannot be and RequestError for a prompt that cannot be served.
     """
     if on_error not in ("raise", "return"):
         raise ConfigError(f"on_error is {on_error!r}; it is 'raise' or 'return'")
     if not _is_token(batch_size) or batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
-    options = DecodeOptions(
-        verification, logprobs, ignore_eos, rounds_a_chunk, prefill_width, cache_dtype, cache_scales
-    )
+    options = dataclasses.replace(options or DecodeOptions(), **changes)
     single = _is_single(prompts)
     items: list[Any] = [prompts] if single else list(prompts)  # type: ignore[arg-type]
-    results: list[Generation | None] = [None] * len(items)
+    results: dict[int, Generation] = {}
     good: list[tuple[int, Request]] = []
     for n, request in enumerate(
         _requests(
@@ -211,7 +219,7 @@ def generate(
             if result.error and on_error == "raise":
                 raise EaglejaxError(f"prompt {n}: {result.error}")
             results[n] = result
-    return results[0] if single else results
+    return results[0] if single else [results[n] for n in range(len(items))]
 
 
 def _requests(
@@ -282,21 +290,15 @@ def stream(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     split_special_tokens: bool = False,
     prediction: Any = None,
-    verification: str = "token",
-    logprobs: bool = False,
-    ignore_eos: bool = False,
-    rounds_a_chunk: int = 4,
-    prefill_width: int = LARGEST_PREFILL,
-    cache_dtype: Any = None,
-    cache_scales: CacheScales | None = None,
+    options: DecodeOptions | None = None,
+    **changes: Unpack[DecodeChanges],
 ) -> Iterator[Piece | Generation]:
     """Decode one prompt: Pieces as their text settles, then the Generation, whose text is the pieces' joined.
 
-    Options as in :func:`generate`, and the same errors.
+    Arguments as in :func:`generate`, and the same errors; four rounds between looks at the host, unless
+    ``options`` say otherwise.
     """
-    options = DecodeOptions(
-        verification, logprobs, ignore_eos, rounds_a_chunk, prefill_width, cache_dtype, cache_scales
-    )
+    options = dataclasses.replace(options or STREAMING, **changes)
     (request,) = _requests(
         target,
         [prompt],

@@ -67,7 +67,9 @@ class Draft:
 
     ``tokens``, ``parent``, ``depth`` [B, N] int32, ``valid`` [B, N] bool. ``parent[:, 0] == 0``; a parent
     has a smaller index than its child; siblings are verified in index order. A valid node's parent is valid.
-    ``confidence`` [B, N] f32 or None: the draft's own cumulative probability of each node. ``max_depth`` (D)
+    ``cut_score`` [B, N] f32 or None: by what nodes may be left out, the cumulative probability of the prefix
+    above a drawn token, and of the node itself where drafts are a function of the text; the root's is 1 and
+    no node's exceeds its parent's. ``max_depth`` (D)
     bounds every row's tree; ``chain`` says that node i always is the only child of node i-1.
     """
 
@@ -76,7 +78,7 @@ class Draft:
     depth: jax.Array
     valid: jax.Array
     proposal: Proposal
-    confidence: jax.Array | None = None
+    cut_score: jax.Array | None = None
     max_depth: int = pytree.static(default=0)
     chain: bool = pytree.static(default=False)
 

@@ -63,7 +63,7 @@ def static_draft(
     tokens: jax.Array,
     valid: jax.Array,
     proposal: Proposal,
-    confidence: jax.Array | None = None,
+    cut_score: jax.Array | None = None,
 ) -> Draft:
     """The same ``tree`` for every row, filled with ``tokens`` [B, N] int32 (column 0 the root).
 
@@ -77,7 +77,7 @@ def static_draft(
         depth=jnp.broadcast_to(jnp.asarray(tree.depths, jnp.int32), shape),
         valid=valid,
         proposal=proposal,
-        confidence=confidence,
+        cut_score=cut_score,
         max_depth=tree.depth,
         chain=tree.is_chain,
     )

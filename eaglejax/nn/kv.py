@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eaglejax import pytree
 from eaglejax.errors import ConfigError
@@ -24,6 +25,9 @@ from eaglejax.nn.kv_codec import PackedKV, Stored
 from eaglejax.tap import tap
 from kernels_pallas import cache_attention
 from kernels_pallas.foreign import portable_call
+
+CHECK_WRITES = False
+"""Whether programs traced from now on look whether their writes fit; for tests, for it asks the host."""
 
 
 @pytree.dataclass
@@ -225,11 +229,19 @@ def put(cached: jax.Array, fresh: jax.Array, start: jax.Array) -> jax.Array:
     """``cached`` [B, Hkv, S, ...] with ``fresh`` [B, Hkv, N, ...] from slot ``start[b]`` on, in place.
 
     XLA:CPU computes updates of a bfloat16 buffer in float32, and so makes a pass over all of it for each row;
-    a call of our own moves the bytes.
+    a call of our own moves the bytes. The caller guarantees that they fit: what does not is moved back over
+    committed slots, and ``CHECK_WRITES`` makes it an error.
     """
+    if CHECK_WRITES:
+        jax.debug.callback(functools.partial(_must_fit, fresh.shape[2], cached.shape[2]), start)
     if cache_attention.WRITE_KERNEL.unavailable() is None:
         return portable_call(cache_attention.cache_write, _put_xla, cached, fresh, start)
     return _put_xla(cached, fresh, start)
+
+
+def _must_fit(size: int, capacity: int, start: np.ndarray) -> None:
+    if (start + size > capacity).any():
+        raise ConfigError(f"{size} tokens behind {start.max()} do not fit a cache of {capacity} slots")
 
 
 def _put_xla(cached: jax.Array, fresh: jax.Array, start: jax.Array) -> jax.Array:

@@ -16,51 +16,14 @@ import jax
 import numpy as np
 
 from eaglejax import sampling
-from eaglejax.devices import Attention
 from eaglejax.drafts.base import Proposer, Request
-from eaglejax.errors import ConfigError, EaglejaxError, RequestError
-from eaglejax.kv_format import KVFormat, kv_format
+from eaglejax.errors import EaglejaxError, RequestError
 from eaglejax.models.target import Target
-from eaglejax.nn.cache import CacheScales
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import metrics, rounds
+from eaglejax.speculate.options import DecodeOptions, cache_form, capacity_for, power_of_two
+from eaglejax.speculate.state import UNREAD
 from eaglejax.speculate.stops import TextStream
-
-ROUNDS_A_CHUNK = 16
-LARGEST_PREFILL = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeOptions:
-    """How a batch is decoded; nothing here changes the law of the text.
-
-    ``method``: "token" or "block" verification (see ``verify``). ``logprobs``: return log-probabilities.
-    ``ignore_eos``: go on to the token limit. ``rounds_a_chunk``: rounds between looks at the host (stop
-    strings, streaming). ``prefill_width``: most prompt tokens a forward, rounded up to a power of two.
-    ``cache_dtype``: format of the target's keys and values, by name or dtype, see ``KVFormat`` (None: what
-    the target's files ask for, else its dtype); ``cache_scales``: for int8-static, other scales than the
-    target's own. A narrow cache gives the target another law, which drafts leave alone as they do any law.
-    ``attention``: how attention is computed (None: as the device's adapter chooses). Raises ConfigError.
-    """
-
-    method: str = "token"
-    logprobs: bool = False
-    ignore_eos: bool = False
-    rounds_a_chunk: int = ROUNDS_A_CHUNK
-    prefill_width: int = LARGEST_PREFILL
-    cache_dtype: Any = None
-    cache_scales: CacheScales | None = None
-    attention: Attention | None = None
-
-    def __post_init__(self) -> None:
-        if self.method not in ("token", "block"):
-            raise ConfigError(f"verification is {self.method!r}; it is 'token' or 'block'")
-        for name in ("rounds_a_chunk", "prefill_width"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; it must be an integer of 1 or more")
-        if self.cache_dtype is not None:
-            object.__setattr__(self, "cache_dtype", kv_format(self.cache_dtype))
 
 
 @dataclasses.dataclass
@@ -93,22 +56,6 @@ class Piece:
     row: int
     text: str
     token_ids: tuple[int, ...]
-
-
-def cache_form(
-    target: Target, options: DecodeOptions = DecodeOptions()
-) -> tuple[KVFormat, CacheScales | None]:
-    """Format and calibrated scales of the target's cache: what is asked for, else what the target's files ask
-    for, else its dtype; int8-static takes the target's scales where none are given."""
-    form = kv_format(options.cache_dtype or target.cache_format or target.dtype)
-    if options.cache_scales is None and form.static:
-        return form, target.cache_scales
-    return form, options.cache_scales
-
-
-def power_of_two(n: int, least: int) -> int:
-    """The smallest power of two that is at least ``n`` and ``least``."""
-    return 1 << max(n - 1, least - 1).bit_length()
 
 
 def check_request(request: Request, context: int, vocab_size: int) -> None:
@@ -251,14 +198,21 @@ class BatchDecoder:
         requests: Sequence[Request],
         *,
         batch: int | None = None,
-        options: DecodeOptions = DecodeOptions(),
+        options: DecodeOptions | None = None,
     ) -> None:
+        options = options or DecodeOptions()
         self._batch = batch or len(requests)
         if not 0 < len(requests) <= self._batch:
             raise EaglejaxError(f"a batch of {self._batch} rows cannot hold {len(requests)} requests")
         self._target = target
         self.program = rounds.Program(
-            target.config, proposer, options.method, options.logprobs, options.attention
+            target.config,
+            proposer,
+            options.verification,
+            options.logprobs,
+            options.attention,
+            options.widths,
+            options.policy,
         )
         self.params = rounds.Params(target.params, draft_params)
         self._requests = list(requests)
@@ -271,9 +225,12 @@ class BatchDecoder:
         longest = max(len(r.prompt) for r in self._requests)
         self._width = min(power_of_two(options.prefill_width, 1), power_of_two(longest, 16))
         budgets = [min(r.max_new_tokens, target.context - len(r.prompt)) for r in self._requests]
-        reach = max(len(r.prompt) + b for r, b in zip(self._requests, budgets, strict=True)) + proposer.nodes
-        # A padded prefill chunk is written whole, behind the longest prompt too.
-        self._capacity = power_of_two(max(reach, longest + self._width), 32)
+        reach = max(len(r.prompt) + b for r, b in zip(self._requests, budgets, strict=True))
+        # All prompts are read before any round, so that no chunk comes behind more than the longest of them.
+        unread = UNREAD if self.program.rests else 0
+        self._capacity = capacity_for(
+            (longest, self._width), (reach, proposer.nodes), (reach, max(proposer.depth + 1, unread))
+        )
         self._budgets = budgets + [0] * (self._batch - len(budgets))
         self._finished = False
         self.device_seconds = 0.0
@@ -414,5 +371,6 @@ def _book_row(row: _Row, record: rounds.Record, now: float, *, first: bool) -> N
             accepted=min(int(record.accepted), taken),
             drafted=int(record.drafted),
             reach=int(record.reach),
+            width=int(record.width),
         )
     )

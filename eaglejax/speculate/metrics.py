@@ -1,9 +1,9 @@
 """Acceptance and speed, defined once.
 
-A row's history is a list of rounds; each emitted ``count`` tokens, of which ``accepted`` were drafts, out of
-``drafted`` proposed nodes that reached depth ``reach``. Counts are trimmed exactly as the text is (end of
-text, stop strings, limits). The prompt's forward, which yields the first token, counts on neither side of
-any ratio.
+A row's history is a list of rounds; each judged ``width`` nodes and emitted ``count`` tokens, of which
+``accepted`` were drafts, out of ``drafted`` real ones that reached depth ``reach``. Counts are trimmed
+exactly as the text is (end of text, stop strings, limits). The prompt's forward, which yields the first
+token, counts on neither side of any ratio.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Round:
     accepted: int
     drafted: int
     reach: int
+    width: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Stats:
     included. ``accepted_at[i]``: rounds that accepted at least i + 1 drafts; ``reached_at[i]``: rounds that
     accepted i drafts, had proposed a deeper node and did not end before it was judged. ``seconds``: wall time
     from start of the prompt's forward to the last token; ``first_seconds``: to the first token. ``rows``:
-    rows that emitted anything.
+    rows that emitted anything. ``widths``: (width, rounds that judged so many nodes), ascending.
     """
 
     num_tokens: int = 0
@@ -47,6 +48,7 @@ class Stats:
     seconds: float = 0.0
     first_seconds: float = 0.0
     rows: int = 0
+    widths: tuple[tuple[int, int], ...] = ()
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -100,6 +102,7 @@ class Stats:
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "tokens_per_second": self.tokens_per_second,
             "target_forwards": self.target_forwards,
+            "widths": {str(width): count for width, count in self.widths},
             "ttft_ms": self.ttft_ms,
             "tpot_ms": self.tpot_ms,
         }
@@ -124,7 +127,16 @@ def from_rounds(
         seconds=seconds,
         first_seconds=first_seconds if first_tokens else 0.0,
         rows=min(first_tokens, 1),
+        widths=_histogram((r.width, 1) for r in live),
     )
+
+
+def _histogram(counts: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Sums by key, ascending."""
+    sums: dict[int, int] = {}
+    for key, count in counts:
+        sums[key] = sums.get(key, 0) + count
+    return tuple(sorted(sums.items()))
 
 
 def total(stats: Iterable[Stats]) -> Stats:
@@ -137,6 +149,12 @@ def total(stats: Iterable[Stats]) -> Stats:
             sum(getattr(s, name)[i] for s in items if i < len(getattr(s, name))) for i in range(depth)
         )
 
-    plain = [f.name for f in dataclasses.fields(Stats) if f.name not in ("accepted_at", "reached_at")]
+    listed = ("accepted_at", "reached_at", "widths")
+    plain = [f.name for f in dataclasses.fields(Stats) if f.name not in listed]
     sums = {name: sum(getattr(s, name) for s in items) for name in plain}
-    return Stats(**sums, accepted_at=column("accepted_at"), reached_at=column("reached_at"))
+    return Stats(
+        **sums,
+        accepted_at=column("accepted_at"),
+        reached_at=column("reached_at"),
+        widths=_histogram(pair for s in items for pair in s.widths),
+    )

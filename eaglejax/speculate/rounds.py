@@ -12,130 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from eaglejax import pytree, sampling
-from eaglejax.devices import Attention
-from eaglejax.drafts.base import Draft, Observation, Proposer
+from eaglejax import sampling
+from eaglejax.drafts.base import Draft, Observation
 from eaglejax.drafts.tree import ancestors
 from eaglejax.models import decoder
-from eaglejax.models.config import ModelConfig
-from eaglejax.nn.attention import attention_by
-from eaglejax.nn.cache import Cache, CacheScales
 from eaglejax.nn.visible import Causal, Tree
-from eaglejax.sampling import Purpose, RowSampling
+from eaglejax.sampling import Purpose
+from eaglejax.speculate import widths
+from eaglejax.speculate.state import DecodeState, Params, Program, Record, as_compiled_for, init_state
 from eaglejax.speculate.verify import verify
 from eaglejax.tap import scope, tap
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What a round is compiled for. ``method``: "token" or "block" verification; see ``verify``.
-    ``attention``: how attention is computed, the target's and the draft's (None: as the device's adapter
-    chooses)."""
-
-    config: ModelConfig
-    proposer: Proposer
-    method: str = "token"
-    logprobs: bool = False
-    attention: Attention | None = None
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _as_compiled_for(stage: Callable[P, R]) -> Callable[P, R]:
-    """``stage`` with the choices of its first argument, a Program, in force."""
-
-    @functools.wraps(stage)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        program = args[0] if args else kwargs["program"]
-        assert isinstance(program, Program)
-        with attention_by(program.attention):
-            return stage(*args, **kwargs)
-
-    return run
-
-
-@pytree.dataclass
-class Params:
-    """Weights of the target and of the proposer (None where it has none)."""
-
-    target: Any
-    draft: Any = None
-
-
-@pytree.dataclass
-class DecodeState:
-    """Everything that a round changes; donated to it.
-
-    ``cache``: the target's; ``proposer``: the proposer's own state; ``rows``: sampling settings, keys and
-    token counts; ``root``, ``emitted``, ``budget`` [B] int32: last token, tokens emitted, most tokens a row
-    may emit; ``done`` [B] bool; ``eos`` [E] int32: ids that end a row.
-    """
-
-    cache: Cache
-    proposer: Any
-    rows: RowSampling
-    root: jax.Array
-    emitted: jax.Array
-    budget: jax.Array
-    done: jax.Array
-    eos: jax.Array
-
-
-@pytree.dataclass
-class Record:
-    """What a round gave. All statistics come from these.
-
-    ``tokens`` [B, D+1] int32, of which ``count`` [B] are real (0 for a row that was done); ``accepted`` [B]:
-    drafts among them; ``drafted`` [B]: nodes proposed, root excluded; ``reach`` [B]: depth of the deepest
-    proposed node; ``finite`` [B] bool: no token was lost to logits that are not finite, which end the row;
-    ``logprobs`` [B, D+1] f32 or None: log-probability of each token under the target before any sampling
-    transform.
-    """
-
-    tokens: jax.Array
-    count: jax.Array
-    accepted: jax.Array
-    drafted: jax.Array
-    reach: jax.Array
-    finite: jax.Array
-    logprobs: jax.Array | None
-
-
-def init_state(
-    program: Program,
-    params: Params,
-    rows: RowSampling,
-    *,
-    capacity: int,
-    budget: jax.Array,
-    eos: jax.Array,
-    cache_dtype: Any,
-    cache_scales: CacheScales | None = None,
-    inputs: Any = (),
-) -> DecodeState:
-    """An empty state; a row with ``budget`` 0 is done from the start. ``cache_dtype``, ``cache_scales``:
-    format and scales of the target's cache, see ``decoder.init_cache``. ``inputs``: ``Proposer.inputs`` of
-    the rows."""
-    batch = budget.shape[0]
-    zeros = jnp.zeros((batch,), jnp.int32)
-    return DecodeState(
-        cache=decoder.init_cache(program.config, batch, capacity, cache_dtype, cache_scales),
-        proposer=program.proposer.init(params.draft, batch=batch, capacity=capacity, inputs=inputs),
-        rows=rows,
-        root=zeros,
-        emitted=zeros,
-        budget=budget,
-        done=budget <= 0,
-        eos=eos,
-    )
 
 
 def _keep(state: DecodeState, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -168,7 +60,7 @@ def _has_law(logits: jax.Array, processed: jax.Array) -> jax.Array:
     return jnp.isfinite(logits.max(-1)) & jnp.isfinite(processed.max(-1))
 
 
-@_as_compiled_for
+@as_compiled_for
 def prefill_chunk(
     program: Program,
     params: Params,
@@ -222,16 +114,14 @@ def prefill_chunk(
         accepted=jnp.zeros_like(kept),
         drafted=jnp.zeros_like(kept),
         reach=jnp.zeros_like(kept),
+        width=jnp.ones_like(kept),
         finite=finite,
         logprobs=_token_logprobs(logits, first[:, None]) if program.logprobs else None,
     )
     _tap_fields("verify", record, "tokens", "count")
-    with scope("draft/observe"):
-        proposer_state = program.proposer.observe(params.draft, state.proposer, seen)
     state = dataclasses.replace(
-        state,
+        observe(program, params, state, seen),
         cache=out.cache.advance(count),
-        proposer=proposer_state,
         rows=sampling.count_tokens(state.rows, first[:, None], kept),
         root=jnp.where(kept > 0, first, state.root),
         emitted=state.emitted + kept,
@@ -240,13 +130,142 @@ def prefill_chunk(
     return state, record
 
 
+@as_compiled_for
 def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[DecodeState, Record]:
     """Propose, verify and commit once for every row that is not done."""
+    if not program.rests:
+        return _draft(program, params, state)
+    drafts = program.policy.drafts(state.policy, program.menu)
+    branches = [functools.partial(kind, program, params) for kind in (_rest, _draft)]
+    return _run_one(drafts.astype(jnp.int32), branches, state)
+
+
+Branch = Callable[[DecodeState], tuple[DecodeState, Any]]
+
+
+def _run_one(index: jax.Array, branches: Sequence[Branch], state: DecodeState) -> tuple[DecodeState, Any]:
+    """``branches[index]``, [] int32, of ``state``: a ``lax.switch`` that moves nothing.
+
+    XLA copies what a conditional rewrites, here every cache, but not what a loop does; so each branch is a
+    loop that runs once or not at all.
+    """
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(branches[0], state)[1])
+    carry = (index, state, blank)
+    for number, branch in enumerate(branches):
+
+        def body(carry: tuple[jax.Array, DecodeState, Any], branch: Branch = branch) -> Any:
+            return jnp.int32(-1), *branch(carry[1])
+
+        def chosen(carry: tuple[jax.Array, DecodeState, Any], number: int = number) -> jax.Array:
+            return carry[0] == number
+
+        carry = jax.lax.while_loop(chosen, body, carry)
+    return carry[1:]
+
+
+def _run_if(
+    condition: jax.Array, branch: Callable[[DecodeState], DecodeState], state: DecodeState
+) -> DecodeState:
+    """``branch(state)`` where ``condition`` [] bool, else ``state``; see :func:`_run_one`."""
+    return _run_one(condition.astype(jnp.int32) - 1, [lambda state: (branch(state), ())], state)[0]
+
+
+def _draft(program: Program, params: Params, state: DecodeState) -> tuple[DecodeState, Record]:
+    """A round that drafts, at the width that the policy chooses."""
+    state = catch_up(program, params, state)
     draft, memory = propose(program, params, state)
-    return judge(program, params, dataclasses.replace(state, proposer=memory), draft)
+    state = dataclasses.replace(state, proposer=memory)
+    menu, first = program.menu, int(program.rests)
+    if len(menu) == 1 and menu[0] == draft.tokens.shape[1]:
+        return judge(program, params, state, draft)
+
+    draft = _emittable(state, draft)
+    order, scores = widths.rank(draft)
+    drawn = draft.proposal.q is not None
+    level = widths.decide(program.policy, state.policy, menu, scores, drawn=drawn, first=first)
+
+    def at(width: int) -> Branch:
+        def run(state: DecodeState) -> tuple[DecodeState, tuple[Record, Observation, jax.Array]]:
+            pruned, kept = widths.prune(draft, width, order)
+            state, record, seen, path = _verify(program, params, state, pruned)
+            path = jnp.take_along_axis(kept, path, axis=1)
+            return state, _widen((record, seen, path), draft.max_depth + 1)
+
+        return run
+
+    state, (record, seen, path) = _run_one(level - first, [at(width) for width in menu[first:]], state)
+    real = jnp.take_along_axis(draft.valid, order, axis=1) & (record.drafted > 0)[:, None]
+    place = jnp.arange(order.shape[1])
+    on_path = (path[:, 1:, None] == order[:, None, :]) & (
+        jnp.arange(path.shape[1] - 1)[:, None] < record.accepted[:, None, None]
+    )
+    real = real & (place > 0) & (place < record.width[:, None])
+    judged = widths.Judged(record.width[0], scores, real, on_path.any(axis=1))
+    memory = program.policy.update(state.policy, menu, judged)
+    return observe(program, params, dataclasses.replace(state, policy=memory), seen), record
 
 
-@_as_compiled_for
+def _rest(program: Program, params: Params, state: DecodeState) -> tuple[DecodeState, Record]:
+    """A round that does not draft; what it commits is left unread until a round drafts or no room is left."""
+    state, record, seen, _ = _verify(program, params, state, widths.lone(state.root))
+    unread = state.unread
+    assert unread is not None
+    row, last = jnp.arange(state.root.shape[0]), unread.tokens.shape[1]
+    slot = jnp.where(seen.count > 0, unread.count, last)
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[row, slot].set(new[:, 0], mode="drop")
+
+    unread = Observation(
+        tokens=put(unread.tokens, seen.tokens),
+        following=put(unread.following, seen.following),
+        start=jnp.where(unread.count > 0, unread.start, seen.start),
+        count=unread.count + seen.count,
+        features=jax.tree.map(put, unread.features, seen.features),
+    )
+    size = (state.root.shape[0], program.proposer.nodes)
+    none = jnp.zeros(size, bool)
+    judged = widths.Judged(jnp.int32(1), jnp.zeros(size), none, none)
+    memory = program.policy.update(state.policy, program.menu, judged)
+    state = dataclasses.replace(state, unread=unread, policy=memory)
+    state = _run_if((unread.count == last).any(), functools.partial(_read, program, params), state)
+    return state, _widen(record, program.proposer.depth + 1)
+
+
+@as_compiled_for
+def catch_up(program: Program, params: Params, state: DecodeState) -> DecodeState:
+    """Let the proposer read what rounds without a draft have committed."""
+    if state.unread is None:
+        return state
+
+    return _run_if((state.unread.count > 0).any(), functools.partial(_read, program, params), state)
+
+
+def _read(program: Program, params: Params, state: DecodeState) -> DecodeState:
+    unread = state.unread
+    assert unread is not None
+    read = dataclasses.replace(unread, count=jnp.zeros_like(unread.count))
+    return dataclasses.replace(observe(program, params, state, unread), unread=read)
+
+
+def observe(program: Program, params: Params, state: DecodeState, seen: Observation) -> DecodeState:
+    """Let the proposer see what was committed."""
+    with scope("draft/observe"):
+        memory = program.proposer.observe(params.draft, state.proposer, seen)
+    return dataclasses.replace(state, proposer=memory)
+
+
+def _widen(tree: Any, depth: int) -> Any:
+    """Records and the like of a narrow draft, their second axis padded to ``depth``."""
+
+    def wider(x: jax.Array) -> jax.Array:
+        missing = depth - x.shape[1] if x.ndim > 1 else 0
+        return jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) if missing else x
+
+    return jax.tree.map(wider, tree)
+
+
+@as_compiled_for
 def propose(program: Program, params: Params, state: DecodeState) -> tuple[Draft, Any]:
     """What the proposer guesses next, and the proposer's state after that."""
     lengths, rows = state.cache.lengths, state.rows
@@ -255,21 +274,33 @@ def propose(program: Program, params: Params, state: DecodeState) -> tuple[Draft
         return program.proposer.propose(params.draft, state.proposer, state.root, lengths, rows, keys)
 
 
-@_as_compiled_for
+@as_compiled_for
 def judge(program: Program, params: Params, state: DecodeState, draft: Draft) -> tuple[DecodeState, Record]:
     """Verify ``draft``, whoever made it, and commit what is accepted; the proposer observes that.
 
     The draft's shape is its own: it need not be the proposer's. Its node 0 holds ``state.root``.
     """
+    state, record, seen, _ = _verify(program, params, state, draft)
+    return observe(program, params, state, seen), record
+
+
+def _emittable(state: DecodeState, draft: Draft) -> Draft:
+    """A draft that could not be emitted is no draft: it would sit past the context's end and count in no
+    metric."""
+    left = jnp.where(state.done, 0, state.budget - state.emitted)
+    root_only = jnp.arange(draft.tokens.shape[1]) == 0
+    return dataclasses.replace(draft, valid=draft.valid & (draft.depth <= left[:, None]) | root_only)
+
+
+def _verify(
+    program: Program, params: Params, state: DecodeState, draft: Draft
+) -> tuple[DecodeState, Record, Observation, jax.Array]:
+    """``judge`` before the proposer's observation, which comes with the path [B, D+1] of nodes."""
     config, proposer = program.config, program.proposer
     lengths, rows = state.cache.lengths, state.rows
     keys = sampling.round_keys(rows, lengths)
-    # A draft that could not be emitted is no draft: it would sit past the context's end and count in no
-    # metric.
-    left = jnp.where(state.done, 0, state.budget - state.emitted)
-    root_only = jnp.arange(draft.tokens.shape[1]) == 0
-    draft = dataclasses.replace(draft, valid=draft.valid & (draft.depth <= left[:, None]) | root_only)
-    _tap_fields("draft/tree", draft, "tokens", "parent", "depth", "valid", "confidence")
+    draft = _emittable(state, draft)
+    _tap_fields("draft/tree", draft, "tokens", "parent", "depth", "valid", "cut_score")
 
     seen_by = ancestors(draft.parent, draft.valid, draft.max_depth)
     positions = lengths[:, None] + draft.depth
@@ -316,25 +347,23 @@ def judge(program: Program, params: Params, state: DecodeState, draft: Draft) ->
         accepted=jnp.minimum(accepted, kept),
         drafted=jnp.where(state.done, 0, draft.valid.sum(1) - 1),
         reach=jnp.where(draft.valid, draft.depth, 0).max(1),
+        width=jnp.full_like(kept, draft.tokens.shape[1]),
         finite=finite,
         logprobs=_token_logprobs(at_path(logits), tokens) if program.logprobs else None,
     )
     _tap_fields("verify", record, "tokens", "count")
-    with scope("draft/observe"):
-        memory = proposer.observe(params.draft, state.proposer, seen)
     newest = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
     state = dataclasses.replace(
         state,
         # Rows keep as many cached tokens as they emitted, so that the cache is the committed text but its
         # last token even where an end cuts the path; a row that was done moves by none.
         cache=out.cache.commit(None if draft.chain else path, kept),
-        proposer=memory,
         rows=sampling.count_tokens(rows, tokens, kept),
         root=jnp.where(kept > 0, newest, state.root),
         emitted=state.emitted + kept,
         done=ended | ~finite,
     )
-    return state, record
+    return state, record, seen, path
 
 
 def run_rounds(

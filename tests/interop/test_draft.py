@@ -154,8 +154,8 @@ def test_trees_accepted_drafts_and_tokens_are_those_of_jax(version):
         ]
         # A score sums as many logits as its node is deep, each as exact as f32 holds the largest.
         rounding = 1e-5 * len(steps) * max(float(x.abs().max()) for x in steps)
-        held = tree.confidence > 0  # the others are too small for exp
-        assert np.allclose(mine["scores"][held], np.log(tree.confidence[held]), rtol=0, atol=rounding)
+        held = tree.cut_score > 0  # the others are too small for exp
+        assert np.allclose(mine["scores"][held], np.log(tree.cut_score[held]), rtol=0, atol=rounding)
         for field, want in (("path", verdict.path), ("accepted", verdict.accepted), ("count", record.count)):
             assert np.array_equal(seen[f"round/{index}/verify/{field}"].numpy(), want), (index, field)
         for row, n in enumerate(record.count):

@@ -22,10 +22,13 @@ from loop_tools import (
     tiny_target,
 )
 
+from eaglejax.drafts.ngram import NGram
 from eaglejax.errors import ConfigError, RequestError
+from eaglejax.nn import kv
 from eaglejax.sampling import Sampling
-from eaglejax.speculate import rounds
+from eaglejax.speculate import generate, rounds
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request, check_request
+from eaglejax.speculate.options import capacity_for
 
 BAN = float("-inf")
 
@@ -33,6 +36,26 @@ BAN = float("-inf")
 def run(name: str, **options: Any) -> list[list[int]]:
     case, texts = CASES[name], greedy_texts(prompts())
     return [r.token_ids for r in decode(case.proposer, case.params(texts, turn=1), prompts(), **options)]
+
+
+def test_every_write_fits_and_one_that_does_not_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv, "CHECK_WRITES", True)
+    texts = greedy_texts(prompts())
+
+    def answers() -> list[list[int]]:
+        # A length of no other test, whose programs were traced without the check.
+        return [r.token_ids for r in decode(NGram(length=6), None, prompts())]
+
+    assert answers() == [list(t[len(p) :]) for t, p in zip(texts, prompts(), strict=True)]
+    monkeypatch.setattr(generate, "capacity_for", lambda *forwards: 40)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit a cache of 40 slots"):
+        answers()
+
+
+def test_a_cache_holds_what_every_forward_writes() -> None:
+    assert capacity_for((20, 16), (30, 8)) == 64
+    assert capacity_for((20, 12), (24, 8)) == 32
+    assert capacity_for((1, 1)) == 32
 
 
 def test_penalties_and_bias_give_the_text_of_plain_decoding() -> None:

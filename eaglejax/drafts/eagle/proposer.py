@@ -51,9 +51,9 @@ class Eagle(Proposer):
     children are the draft's most likely tokens, a function of the text so far (one-hot q). ``sample`` True,
     for static trees: children are drawn without replacement from q, the draft's law under the row's own
     temperature and filters; ``temperature`` replaces the row's where given (greedy rows take the most likely
-    tokens). ``min_confidence``: nodes whose cumulative draft probability is below it are not proposed, and
-    levels without any other node cost nothing; sampled nodes are cut by their parent's confidence, since a
-    cut that looks at the drawn token itself would bias the output. ``cache_dtype``: format of the draft's
+    tokens). ``min_confidence``: nodes whose ``cut_score`` is below it are not proposed, and levels
+    without any other node cost nothing. The score of a node is its cumulative draft probability, or its
+    parent's where ``sample`` is True (see ``speculate.widths``). ``cache_dtype``: format of the draft's
     keys and values, by name (see ``KVFormat``; None: the dtype of its weights), whatever the target's is.
     """
 
@@ -199,7 +199,7 @@ class Eagle(Proposer):
         chosen, parent = eagle_tree.rerank(all_scores, all_parents, tree.nodes)
         levels = jnp.asarray(eagle_tree.pool_depths(tree, self.depth))
         score = jnp.take_along_axis(all_scores, chosen, axis=1)
-        confidence = jnp.exp(score)
+        cut_score = jnp.exp(score)
 
         def with_root(x: jax.Array, at_root: Any) -> jax.Array:
             column = jnp.broadcast_to(jnp.asarray(at_root, x.dtype), (batch,))[:, None]
@@ -209,9 +209,9 @@ class Eagle(Proposer):
             tokens=with_root(jnp.take_along_axis(all_tokens, chosen, axis=1), root),
             parent=with_root(parent, 0),
             depth=with_root(levels[chosen], 0),
-            valid=with_root((score > -jnp.inf) & (confidence >= self.min_confidence), True),
+            valid=with_root((score > -jnp.inf) & (cut_score >= self.min_confidence), True),
             proposal=Proposal(),
-            confidence=with_root(confidence, 1.0),
+            cut_score=with_root(cut_score, 1.0),
             max_depth=self.depth,
             chain=tree.is_chain,
         )
@@ -231,6 +231,7 @@ class Eagle(Proposer):
         grower = _Grower(self, params, state)
         tokens = [root] * n
         scores = [jnp.zeros((batch,))] * n
+        cut_scores = [jnp.ones((batch,))] * n
         valid = [jnp.ones((batch,), bool)] * n
         features: dict[int, jax.Array] = {}
         laws: dict[int, jax.Array] = {}
@@ -266,8 +267,8 @@ class Eagle(Proposer):
                 for j, c in enumerate(children[p]):
                     tokens[c] = self._target_ids(params, picks[:, j])
                     scores[c] = scores[p] + logp[:, j]
-                    judged = scores[p] if self.sample else scores[c]
-                    certain = jnp.exp(judged) >= self.min_confidence
+                    cut_scores[c] = jnp.exp(scores[p] if self.sample else scores[c])
+                    certain = cut_scores[c] >= self.min_confidence
                     valid[c] = valid[p] & exists[:, j] & certain & (logp[:, j] > -jnp.inf)
                     features[c] = out[:, i]
         proposal = Proposal()
@@ -280,7 +281,7 @@ class Eagle(Proposer):
             jnp.stack(tokens, axis=1).astype(jnp.int32),
             jnp.stack(valid, axis=1),
             proposal,
-            jnp.exp(jnp.stack(scores, axis=1)),
+            jnp.stack(cut_scores, axis=1),
         )
         return draft, grower.cache
 

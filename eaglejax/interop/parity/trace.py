@@ -14,20 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.drafts.base import Bound
+from eaglejax.drafts.base import Bound, Request
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.interop.convert.export import eagle_of
 from eaglejax.interop.parity.compare import Committed, Recorded, Stage, in_order, is_coarse
 from eaglejax.interop.parity.names import Place, parse
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
-from eaglejax.speculate.generate import (
-    LARGEST_PREFILL,
-    BatchDecoder,
-    DecodeOptions,
-    Request,
-    check_request,
-)
+from eaglejax.speculate.generate import BatchDecoder, check_request
+from eaglejax.speculate.options import LARGEST_PREFILL, DecodeOptions
 from eaglejax.speculate.rounds import Params, Program, decode_round, prefill_chunk
 from eaglejax.tap import watch
 
@@ -109,7 +104,7 @@ def _watched(
         after, _ = run(program, params, state, *chunk)
     if stage == "round":
         # Sums of logarithms, as torch keeps them, lie further apart than small probabilities.
-        found["draft/tree/scores"] = jnp.log(found.pop("draft/tree/confidence"))
+        found["draft/tree/scores"] = jnp.log(found.pop("draft/tree/cut_score"))
     return after, found
 
 

@@ -178,7 +178,7 @@ def test_rows_do_not_touch_each_other():
 
     def run(order):
         tree, state = draft(observation(config, [rows[i] for i in order], [0, 0, 0], 8))
-        return tree.tokens, tree.confidence, state.feature
+        return tree.tokens, tree.cut_score, state.feature
 
     base, turned = run((0, 1, 2)), run((1, 2, 0))
     for a, b in zip(base, turned, strict=True):

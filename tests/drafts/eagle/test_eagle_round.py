@@ -65,7 +65,7 @@ def test_rounds_agree_node_for_node(name, tree):
             np.testing.assert_array_equal(tree_jax.tokens[b], tokens)
             np.testing.assert_array_equal(tree_jax.parent[b], parent)
             np.testing.assert_array_equal(tree_jax.depth[b], depth)
-            np.testing.assert_allclose(tree_jax.confidence[b], np.exp(scores), rtol=2e-3, atol=1e-30)
+            np.testing.assert_allclose(tree_jax.cut_score[b], np.exp(scores), rtol=2e-3, atol=1e-30)
             seen = ancestors(tree_jax.parent, tree_jax.valid, tree_jax.max_depth)[b]
             np.testing.assert_array_equal(seen, visible)
         assert bool(tree_jax.valid.all())

@@ -111,7 +111,7 @@ def test_width_one_is_the_chain(config):
     assert line.chain
     for name in ("tokens", "parent", "depth", "valid"):
         np.testing.assert_array_equal(getattr(tree, name), getattr(line, name))
-    np.testing.assert_allclose(tree.confidence, line.confidence, rtol=1e-5)
+    np.testing.assert_allclose(tree.cut_score, line.cut_score, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["reduced"])
@@ -132,7 +132,7 @@ def test_a_static_tree_is_the_part_of_a_dynamic_one_that_it_names(name):
                 while node:
                     path.insert(0, int(draft.tokens[b, node]))
                     node = int(draft.parent[b, node])
-                out[tuple(path)] = float(draft.confidence[b, i])
+                out[tuple(path)] = float(draft.cut_score[b, i])
             return out
 
         ours, theirs = paths(static), paths(full)
@@ -150,10 +150,10 @@ def test_low_confidence_is_not_proposed(tree):
     root."""
     params = make(EAGLE3, seed=4)
     whole = drafted(Eagle(EAGLE3, tree), params)
-    threshold = float(np.quantile(np.asarray(whole.confidence)[:, 1:], 0.6))
+    threshold = float(np.quantile(np.asarray(whole.cut_score)[:, 1:], 0.6))
     cut = drafted(Eagle(EAGLE3, tree, min_confidence=threshold), params)
     check_tree(cut, EAGLE3.vocab_size)
-    keep = np.asarray(whole.confidence) >= threshold
+    keep = np.asarray(whole.cut_score) >= threshold
     np.testing.assert_array_equal(cut.valid, keep)
     assert 0 < (~keep).sum() < keep.size
     np.testing.assert_array_equal(np.where(keep, cut.tokens, 0), np.where(keep, whole.tokens, 0))
@@ -198,7 +198,7 @@ def test_infinite_logits_leave_laws_to_draw_from():
     draft = drafted(Eagle(REDUCED, CHOICES, sample=True), params, greedy_and_sampled())
     check_tree(draft, REDUCED.vocab_size)
     assert np.isfinite(draft.proposal.q).all()
-    assert np.isfinite(draft.confidence).all()
+    assert np.isfinite(draft.cut_score).all()
 
 
 def test_sampled_siblings_come_from_q_without_replacement():

@@ -1,0 +1,95 @@
+"""How a batch is decoded: the one object of options, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypedDict
+
+from eaglejax.devices import Attention
+from eaglejax.errors import ConfigError
+from eaglejax.kv_format import KVFormat, kv_format
+from eaglejax.models.target import Target
+from eaglejax.nn.cache import CacheScales
+from eaglejax.speculate.verify import METHODS
+from eaglejax.speculate.widths import Widest, WidthPolicy
+
+ROUNDS_A_CHUNK = 16
+LARGEST_PREFILL = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOptions:
+    """How a batch is decoded; nothing here changes the law of the text.
+
+    ``verification``: "token", or "block" for chains (see ``verify``). ``logprobs``: return log-probabilities.
+    ``ignore_eos``: go on to the token limit. ``rounds_a_chunk``: rounds between looks at the host (stop
+    strings, streaming). ``prefill_width``: most prompt tokens a forward, rounded up to a power of two.
+    ``cache_dtype``: format of the target's keys and values, by name or dtype, see ``KVFormat`` (None: what
+    the target's files ask for, else its dtype); ``cache_scales``: for int8-static, other scales than the
+    target's own. ``widths``, ``policy``: how many nodes a round judges, see ``Program``. A narrow cache gives
+    the target another law, which drafts leave alone as they do any law.
+    ``attention``: how attention is computed (None: as the device's adapter chooses). Raises ConfigError.
+    """
+
+    verification: str = "token"
+    logprobs: bool = False
+    ignore_eos: bool = False
+    rounds_a_chunk: int = ROUNDS_A_CHUNK
+    prefill_width: int = LARGEST_PREFILL
+    cache_dtype: Any = None
+    cache_scales: CacheScales | None = None
+    attention: Attention | None = None
+    widths: tuple[int, ...] = ()
+    policy: WidthPolicy = dataclasses.field(default_factory=Widest)
+
+    def __post_init__(self) -> None:
+        if self.verification not in METHODS:
+            raise ConfigError(f"verification is {self.verification!r}; it is 'token' or 'block'")
+        for name in ("rounds_a_chunk", "prefill_width"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be an integer of 1 or more")
+        if any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in self.widths):
+            raise ConfigError(f"widths are {self.widths!r}; they count nodes, the root among them: 1 or more")
+        if self.cache_dtype is not None:
+            object.__setattr__(self, "cache_dtype", kv_format(self.cache_dtype))
+
+
+class DecodeChanges(TypedDict, total=False):
+    """Fields of :class:`DecodeOptions` as keywords of a call, which replace those of the options given."""
+
+    verification: str
+    logprobs: bool
+    ignore_eos: bool
+    rounds_a_chunk: int
+    prefill_width: int
+    cache_dtype: Any
+    cache_scales: CacheScales | None
+    attention: Attention | None
+    widths: tuple[int, ...]
+    policy: WidthPolicy
+
+
+def cache_form(target: Target, options: DecodeOptions | None = None) -> tuple[KVFormat, CacheScales | None]:
+    """Format and calibrated scales of the target's cache: what is asked for, else what the target's files ask
+    for, else its dtype; int8-static takes the target's scales where none are given."""
+    options = options or DecodeOptions()
+    form = kv_format(options.cache_dtype or target.cache_format or target.dtype)
+    if options.cache_scales is None and form.static:
+        return form, target.cache_scales
+    return form, options.cache_scales
+
+
+def power_of_two(n: int, least: int) -> int:
+    """The smallest power of two that is at least ``n`` and ``least``."""
+    return 1 << max(n - 1, least - 1).bit_length()
+
+
+def capacity_for(*forwards: tuple[int, int]) -> int:
+    """Cache slots a row for forwards of which each writes so many tokens behind so many committed ones:
+    (committed, written) at the most, over all rows.
+
+    A forward writes all that it is given to every row, padding too, also to one that is done. So a prompt
+    read by chunks of ``c`` beside rows that hold up to ``reach`` tokens needs ``(reach, c)``.
+    """
+    return power_of_two(max(map(sum, forwards)), 32)

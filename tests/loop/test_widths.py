@@ -1,0 +1,69 @@
+"""Laws 1 and 4 where rounds judge parts of their drafts, or do not draft at all."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from loop_tools import CASES, decode, full_forward, greedy_texts, pad, prompts, tiny_target
+from test_state import assert_cache_is, start
+from width_tools import Turns
+
+from eaglejax.errors import ConfigError
+from eaglejax.speculate import rounds
+from eaglejax.speculate.generate import DecodeOptions
+
+
+@pytest.mark.parametrize(("name", "menu"), [("mixed", (1, 4, 16)), ("ngram", (2, 3))])
+def test_every_width_gives_the_tokens_of_plain_decoding(name: str, menu: tuple[int, ...]) -> None:
+    case, texts = CASES[name], greedy_texts(prompts())
+    results = decode(case.proposer, case.params(texts), prompts(), widths=menu, policy=Turns())
+    fits = {min(width, case.proposer.nodes) for width in menu}
+    for prompt, text, result in zip(prompts(), texts, results, strict=True):
+        assert result.token_ids == list(text[len(prompt) :])
+        counted = dict(result.stats.widths)
+        assert set(counted) == fits
+        assert sum(counted.values()) == result.stats.target_forwards
+        assert result.stats.num_draft_tokens <= sum((w - 1) * n for w, n in counted.items())
+
+
+def test_what_was_left_unread_is_caught_up_with() -> None:
+    """A draft model that rests for more rounds than may be left unread, and drafts then."""
+    case, target, texts = CASES["draft_model"], tiny_target(), greedy_texts(prompts())
+    rest = rounds.UNREAD + 3
+    program = rounds.Program(target.config, case.proposer, widths=(1, 2, 3), policy=Turns(rest=rest))
+    params = rounds.Params(target.params, case.params(texts))
+    reference = full_forward(target.params, target.config, pad(texts))[1]
+    state = start(program, params)
+    catch_up = jax.jit(rounds.catch_up, static_argnums=0)
+    seen = []
+    for turn in range(rest + 2):
+        state, records, _ = rounds.jit_run_rounds(program, params, state, jax.device_put(np.int32(1)), most=4)
+        seen.append(int(records.width[0, 0]))
+        lengths, read = np.asarray(state.cache.lengths), np.asarray(state.proposer.cache.lengths)
+        left = min(turn + 1, rest) % rounds.UNREAD if turn < rest else 0
+        assert (lengths - read).tolist() == [left] * len(lengths)
+        if turn in (4, rest - 1, rest + 1):
+            whole = catch_up(program, params, state)
+            assert np.asarray(whole.proposer.cache.lengths).tolist() == lengths.tolist()
+            assert_cache_is(whole.proposer.cache, lengths, reference)
+    assert seen == [1] * rest + [3, 2]
+
+
+def test_a_chosen_width_moves_no_cache() -> None:
+    """XLA copies what a conditional rewrites; the loops in its place leave every cache where it is."""
+    case, target = CASES["draft_model"], tiny_target()
+    program = rounds.Program(target.config, case.proposer, widths=(1, 2, 3), policy=Turns())
+    params = rounds.Params(target.params, case.params(greedy_texts(prompts())))
+    state = jax.eval_shape(lambda: start(program, params))
+    text = rounds.jit_run_rounds.lower(program, params, state, np.int32(1), most=4).compile().as_text()
+    shape = "[{},{},{},{}]".format(*jax.tree.leaves(state.cache)[0].shape)
+    caches = [line for line in text.splitlines() if shape in line]
+    assert len(caches) > 20
+    assert not [line for line in caches if " copy(" in line]
+
+
+@pytest.mark.parametrize("menu", [(0, 4), (True,), (2.5,)])
+def test_widths_that_count_nothing_are_refused(menu: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="widths are"):
+        DecodeOptions(widths=menu)
