@@ -239,9 +239,10 @@ def put(cached: jax.Array, fresh: jax.Array, start: jax.Array) -> jax.Array:
     return _put_xla(cached, fresh, start)
 
 
-def _must_fit(size: int, capacity: int, start: np.ndarray) -> None:
-    if (start + size > capacity).any():
-        raise ConfigError(f"{size} tokens behind {start.max()} do not fit a cache of {capacity} slots")
+def _must_fit(size: int, capacity: int, start: jax.Array) -> None:
+    last = int(np.asarray(start).max())
+    if last + size > capacity:
+        raise ConfigError(f"{size} tokens behind {last} do not fit a cache of {capacity} slots")
 
 
 def _put_xla(cached: jax.Array, fresh: jax.Array, start: jax.Array) -> jax.Array:

@@ -20,7 +20,8 @@ from eaglejax.drafts.base import Proposer, Request
 from eaglejax.errors import EaglejaxError, RequestError
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
-from eaglejax.speculate import metrics, rounds
+from eaglejax.speculate import costs, metrics, rounds
+from eaglejax.speculate.costs import Costs
 from eaglejax.speculate.options import DecodeOptions, cache_form, capacity_for, power_of_two
 from eaglejax.speculate.state import UNREAD
 from eaglejax.speculate.stops import TextStream
@@ -211,8 +212,7 @@ class BatchDecoder:
             options.verification,
             options.logprobs,
             options.attention,
-            options.widths,
-            options.policy,
+            *options.choices(proposer.nodes),
         )
         self.params = rounds.Params(target.params, draft_params)
         self._requests = list(requests)
@@ -228,16 +228,24 @@ class BatchDecoder:
         reach = max(len(r.prompt) + b for r, b in zip(self._requests, budgets, strict=True))
         # All prompts are read before any round, so that no chunk comes behind more than the longest of them.
         unread = UNREAD if self.program.rests else 0
+        self._reach = reach
+        self._adapts = options.speculation == "adaptive" and len(self.program.menu) > 1
+        self._costs: Costs | None = None
         self._capacity = capacity_for(
             (longest, self._width), (reach, proposer.nodes), (reach, max(proposer.depth + 1, unread))
         )
         self._budgets = budgets + [0] * (self._batch - len(budgets))
         self._finished = False
+        self._widths: dict[int, int] = {}
         self.device_seconds = 0.0
         self.chunks = 0
         self._start = time.perf_counter()
 
     def __iter__(self) -> Iterator[Piece]:
+        if self._adapts:
+            self._costs = costs.table(
+                self.program, self.params, self.start, most=self._rounds_a_chunk, reach=self._reach
+            )
         self._start = time.perf_counter()
         if any(b > 0 for b in self._budgets):
             state = self.prefill()
@@ -252,6 +260,8 @@ class BatchDecoder:
                 self.chunks += 1
                 state = self._read(state, records, ran)
                 yield from self._pieces()
+            if self._costs is not None:
+                self._costs.forget_if_stale(self._widths, self.program.menu, self.device_seconds)
         for index, row in enumerate(self._rows):
             piece = row.piece(index, final=True)
             if piece:
@@ -270,7 +280,7 @@ class BatchDecoder:
             self._target.config.vocab_size,
             prompts,
         )
-        return rounds.jit_init_state(
+        state = rounds.jit_init_state(
             self.program,
             self.params,
             rows,
@@ -281,6 +291,10 @@ class BatchDecoder:
             cache_scales=self._cache_scales,
             inputs=self._inputs,
         )
+        if self._costs is None:
+            return state
+        seconds = jax.device_put(np.asarray(self._costs.seconds, np.float32))
+        return dataclasses.replace(state, policy=dataclasses.replace(state.policy, costs=seconds))
 
     def chunks_of_prompts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
         """What ``rounds.prefill_chunk`` takes, chunk by chunk: tokens, following, count, last."""
@@ -313,6 +327,8 @@ class BatchDecoder:
     def _read(self, state: rounds.DecodeState, records: rounds.Record, ran: jax.Array) -> rounds.DecodeState:
         records, ran, done = jax.device_get((records, ran, state.done))
         for i in range(int(ran)):
+            width = int(records.width[i, 0])
+            self._widths[width] = self._widths.get(width, 0) + 1
             self._book(jax.tree.map(lambda x, i=i: x[i], records), done, first=False)
         self._finished = bool(done.all())
         return self._between_chunks(state, done)

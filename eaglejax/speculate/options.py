@@ -10,11 +10,15 @@ from eaglejax.errors import ConfigError
 from eaglejax.kv_format import KVFormat, kv_format
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
+from eaglejax.speculate.adaptive import Adaptive
 from eaglejax.speculate.verify import METHODS
 from eaglejax.speculate.widths import Widest, WidthPolicy
 
 ROUNDS_A_CHUNK = 16
 LARGEST_PREFILL = 512
+SPECULATIONS = ("fixed", "adaptive")
+ADAPTIVE_WIDTHS = (1, 4, 8, 16)
+"""Widths that adaptive speculation chooses from, besides the whole draft."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +30,11 @@ class DecodeOptions:
     strings, streaming). ``prefill_width``: most prompt tokens a forward, rounded up to a power of two.
     ``cache_dtype``: format of the target's keys and values, by name or dtype, see ``KVFormat`` (None: what
     the target's files ask for, else its dtype); ``cache_scales``: for int8-static, other scales than the
-    target's own. ``widths``, ``policy``: how many nodes a round judges, see ``Program``. A narrow cache gives
-    the target another law, which drafts leave alone as they do any law.
-    ``attention``: how attention is computed (None: as the device's adapter chooses). Raises ConfigError.
+    target's own. ``speculation``: "fixed" judges all that is drafted, or what ``widths`` and ``policy`` say
+    (see ``Program``); "adaptive" takes each round the width with most expected tokens a second by measured
+    costs, 1 among them (see ``adaptive``; out of ``widths``, where given). ``attention``: how attention is
+    computed (None: as the device's adapter chooses). A narrow cache gives the target another law, which
+    drafts leave alone as they do any law. Raises ConfigError.
     """
 
     verification: str = "token"
@@ -39,12 +45,17 @@ class DecodeOptions:
     cache_dtype: Any = None
     cache_scales: CacheScales | None = None
     attention: Attention | None = None
+    speculation: str = "fixed"
     widths: tuple[int, ...] = ()
     policy: WidthPolicy = dataclasses.field(default_factory=Widest)
 
     def __post_init__(self) -> None:
         if self.verification not in METHODS:
             raise ConfigError(f"verification is {self.verification!r}; it is 'token' or 'block'")
+        if self.speculation not in SPECULATIONS:
+            raise ConfigError(f"speculation is {self.speculation!r}; it is 'fixed' or 'adaptive'")
+        if self.speculation == "adaptive" and self.policy != Widest():
+            raise ConfigError("adaptive speculation has a policy of its own; give a policy with 'fixed'")
         for name in ("rounds_a_chunk", "prefill_width"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -53,6 +64,12 @@ class DecodeOptions:
             raise ConfigError(f"widths are {self.widths!r}; they count nodes, the root among them: 1 or more")
         if self.cache_dtype is not None:
             object.__setattr__(self, "cache_dtype", kv_format(self.cache_dtype))
+
+    def choices(self, nodes: int) -> tuple[tuple[int, ...], WidthPolicy]:
+        """Widths and policy for a proposer whose drafts have ``nodes``."""
+        if self.speculation == "fixed":
+            return self.widths, self.policy
+        return self.widths or (*ADAPTIVE_WIDTHS, nodes), Adaptive()
 
 
 class DecodeChanges(TypedDict, total=False):
@@ -66,6 +83,7 @@ class DecodeChanges(TypedDict, total=False):
     cache_dtype: Any
     cache_scales: CacheScales | None
     attention: Attention | None
+    speculation: str
     widths: tuple[int, ...]
     policy: WidthPolicy
 

@@ -181,6 +181,7 @@ def _draft(program: Program, params: Params, state: DecodeState) -> tuple[Decode
 
     draft = _emittable(state, draft)
     order, scores = widths.rank(draft)
+    scores = jnp.where(state.done[:, None], 0.0, scores)
     drawn = draft.proposal.q is not None
     level = widths.decide(program.policy, state.policy, menu, scores, drawn=drawn, first=first)
 

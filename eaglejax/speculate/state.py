@@ -30,9 +30,9 @@ class Program:
     """What a round is compiled for.
 
     ``method``: "token" or "block" verification; see ``verify``. ``attention``: how attention is computed, the
-    target's and the draft's (None: as the device's adapter chooses). ``widths``: numbers of nodes that a round may
-    judge, root included (empty: all that are drafted); ``policy`` chooses among them. A round of width 1,
-    where the menu has it, does not draft: see ``widths``.
+    target's and the draft's (None: as the device's adapter chooses). ``widths``: numbers of nodes that a
+    round may judge, root included (empty: all that are drafted); ``policy`` chooses among them. A round of
+    width 1, where the menu has it, does not draft: see ``widths``.
     """
 
     config: ModelConfig

@@ -92,8 +92,8 @@ class Judged:
     """What became of a round, for a policy to learn from; arrays [B, N], best node first.
 
     ``width`` [] int32: nodes that were judged; 1 where nothing was drafted. ``scores`` f32 of the nodes (see
-    :func:`rank`); ``judged`` bool: real drafts that the target has scored (the root is none, nor is anything
-    of a row that was done); ``accepted`` bool: those that it kept.
+    :func:`rank`), 0 in rows that are done; ``judged`` bool: real drafts that the target has scored (the root
+    is none, nor is anything of a row that was done); ``accepted`` bool: those that it kept.
     """
 
     width: jax.Array
@@ -120,6 +120,7 @@ class WidthPolicy(abc.ABC):
     def choose(self, memory: Any, menu: tuple[int, ...], scores: jax.Array) -> jax.Array:
         """[] int32: index into ``menu`` of the width to judge, by the nodes' ``scores`` [B, N], best first.
 
+        The root's is 1, or 0 in a row that is done.
         A width of 1 is not taken any more, for there is a draft. Where drafts are drawn, scores that may not
         decide are replaced by the last that may: see ``decide``.
         """

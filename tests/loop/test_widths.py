@@ -11,7 +11,8 @@ from width_tools import Turns
 
 from eaglejax.errors import ConfigError
 from eaglejax.speculate import rounds
-from eaglejax.speculate.generate import DecodeOptions
+from eaglejax.speculate.options import DecodeOptions
+from eaglejax.speculate.state import UNREAD
 
 
 @pytest.mark.parametrize(("name", "menu"), [("mixed", (1, 4, 16)), ("ngram", (2, 3))])
@@ -30,7 +31,7 @@ def test_every_width_gives_the_tokens_of_plain_decoding(name: str, menu: tuple[i
 def test_what_was_left_unread_is_caught_up_with() -> None:
     """A draft model that rests for more rounds than may be left unread, and drafts then."""
     case, target, texts = CASES["draft_model"], tiny_target(), greedy_texts(prompts())
-    rest = rounds.UNREAD + 3
+    rest = UNREAD + 3
     program = rounds.Program(target.config, case.proposer, widths=(1, 2, 3), policy=Turns(rest=rest))
     params = rounds.Params(target.params, case.params(texts))
     reference = full_forward(target.params, target.config, pad(texts))[1]
@@ -41,7 +42,7 @@ def test_what_was_left_unread_is_caught_up_with() -> None:
         state, records, _ = rounds.jit_run_rounds(program, params, state, jax.device_put(np.int32(1)), most=4)
         seen.append(int(records.width[0, 0]))
         lengths, read = np.asarray(state.cache.lengths), np.asarray(state.proposer.cache.lengths)
-        left = min(turn + 1, rest) % rounds.UNREAD if turn < rest else 0
+        left = min(turn + 1, rest) % UNREAD if turn < rest else 0
         assert (lengths - read).tolist() == [left] * len(lengths)
         if turn in (4, rest - 1, rest + 1):
             whole = catch_up(program, params, state)
