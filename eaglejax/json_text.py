@@ -20,17 +20,18 @@ class JsonError(ValueError):
     """What is wrong with a text, so that ``<where> is <error>`` is a sentence."""
 
 
-def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES) -> Any:
-    """The value that ``text`` spells; bytes are UTF-8.
+def parse(text: str | bytes, *, strict: bool = False) -> Any:
+    """The value that ``text`` spells; bytes are UTF-8. ``strict``: without NaN and Infinity, which Python
+    writes and JSON does not know.
 
     Raises JsonError for what is no JSON and for what is too large, too deep or holds integers of hundreds of
     digits, before anything of that size is made.
     """
-    if len(text) > most_bytes:
-        raise JsonError(f"not usable JSON: it is longer than {most_bytes} bytes")
+    if len(text) > MOST_BYTES:
+        raise JsonError(f"not usable JSON: it is longer than {MOST_BYTES} bytes")
     try:
         spelt = text if isinstance(text, str) else text.decode("utf-8")
-        value = json.loads(spelt, parse_int=_integer)
+        value = json.loads(spelt, parse_int=_integer, parse_constant=_no_number if strict else None)
     except UnicodeDecodeError as error:
         raise JsonError(f"not valid JSON: byte {error.start + 1} is not UTF-8") from error
     except json.JSONDecodeError as error:
@@ -47,6 +48,10 @@ def _integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise JsonError("not usable JSON: it holds a number of too many digits")
     return int(digits)
+
+
+def _no_number(name: str) -> Any:
+    raise JsonError(f"not valid JSON: it holds {name}")
 
 
 def _check_depth(value: Any) -> None:

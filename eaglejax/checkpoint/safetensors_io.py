@@ -85,7 +85,7 @@ class SafetensorsFile:
                 f"{path} is truncated: its header alone needs {8 + length} bytes, it has {size}"
             )
         try:
-            header = json_text.parse(data[8 : 8 + length].tobytes())
+            header = json_text.parse(data[8 : 8 + length].tobytes(), strict=True)
         except json_text.JsonError as error:
             raise CheckpointError(f"{path} is not a safetensors file: its header is {error}") from error
         if not isinstance(header, dict):

@@ -56,7 +56,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 def _nested(rng: random.Random) -> Any:
     value: Any = 1
-    for _ in range(rng.choice((3, 70, 900))):
+    for _ in range(rng.choice((3, 70, 150))):
         value = [value] if rng.random() < 0.5 else {"a": value}
     return value
 
