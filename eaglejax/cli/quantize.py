@@ -19,7 +19,7 @@ import tyro
 import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.checkpoint.hf import QuantizedForm
-from eaglejax.checkpoint.quantized.own import is_packed, packed_leaves
+from eaglejax.checkpoint.quantized.own.marker import is_packed, packed_leaves
 from eaglejax.checkpoint.quantized.parts import kind_of
 from eaglejax.checkpoint.quantized.read import label
 from eaglejax.checkpoint.quantized.write import check_form, check_output, write_quantized

@@ -27,10 +27,11 @@ from eaglejax.checkpoint.hf import (
     quantized_form,
     settle_tying,
 )
-from eaglejax.checkpoint.quantized import compressed as quant_compressed
-from eaglejax.checkpoint.quantized import modelslim as quant_modelslim
-from eaglejax.checkpoint.quantized import modelslim_read
-from eaglejax.checkpoint.quantized import own as quant_own
+from eaglejax.checkpoint.quantized.compressed_tensors import config as quant_compressed
+from eaglejax.checkpoint.quantized.compressed_tensors import tensors as compressed_tensors
+from eaglejax.checkpoint.quantized.modelslim import layout as quant_modelslim
+from eaglejax.checkpoint.quantized.modelslim import read as modelslim_read
+from eaglejax.checkpoint.quantized.own import read as own_read
 from eaglejax.checkpoint.quantized.parts import Encoded, QuantizedStore, from_parts, require
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
 from eaglejax.checkpoint.tables import Assignment, candidates, check_layers, materialize, plan
@@ -91,7 +92,7 @@ def load_quantized(folder: Path, dtype: Any, *, context: int | None = None) -> Q
         hidden = description.cache_names
         rotated = description.rotated
     else:
-        encoded = quant_compressed.find(read_scheme(folder, raw), store, matrices_of(config), ignorable)
+        encoded = compressed_tensors.find(read_scheme(folder, raw), store, matrices_of(config), ignorable)
     config, leaves = _leaves(config, store, encoded, hidden, dtype, where, ignorable)
     path = find_basis(folder) if not rotated or description.exported else None
     rotation = None if path is None else _rotation(path, config)
@@ -212,7 +213,7 @@ def _leaf(assignment: Assignment, store: QuantizedStore, dtype: Any, where: str)
 
 
 def _own(folder: Path, raw: Mapping[str, Any], config: ModelConfig, dtype: Any) -> QuantizedFolder:
-    config, leaves, cache, scales, marker = quant_own.load(folder, raw, config, dtype)
+    config, leaves, cache, scales, marker = own_read.load(folder, raw, config, dtype)
     stated, path = marker["basis"], find_basis(folder)
     rotation = None if path is None else _rotation(path, config)
     require(

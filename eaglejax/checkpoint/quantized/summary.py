@@ -23,9 +23,9 @@ from eaglejax.checkpoint.hf import (
     open_weights,
     quantized_form,
 )
-from eaglejax.checkpoint.quantized import compressed as quant_compressed
-from eaglejax.checkpoint.quantized import modelslim_read
-from eaglejax.checkpoint.quantized import own as quant_own
+from eaglejax.checkpoint.quantized.compressed_tensors import tensors as compressed_tensors
+from eaglejax.checkpoint.quantized.modelslim import read as modelslim_read
+from eaglejax.checkpoint.quantized.own import read as own_read
 from eaglejax.checkpoint.quantized.parts import Kind, require
 from eaglejax.checkpoint.quantized.read import (
     label,
@@ -78,7 +78,7 @@ def summary(folder: Path) -> dict[str, Any]:
         )
         leaves = dict(_own(config, marker["weights"], files))
         basis = marker.get("basis")
-        asked = quant_own.read_cache(marker.get("cache"), str(folder / "config.json"))
+        asked = own_read.read_cache(marker.get("cache"), str(folder / "config.json"))
         cache = f"{asked.name}, seed {asked.seed}" if isinstance(asked, KVFormat) else asked
     else:
         store = NormalizedStore(files, str(folder))
@@ -92,7 +92,7 @@ def summary(folder: Path) -> dict[str, Any]:
             exported = not description.rotated or description.exported
         elif form == "compressed-tensors":
             scheme = read_scheme(folder, raw)
-            encoded = quant_compressed.find(scheme, store, matrices_of(config), ignorable)
+            encoded = compressed_tensors.find(scheme, store, matrices_of(config), ignorable)
         else:
             encoded = {}
         kinds = {f"{module}.weight": e.kind for module, e in encoded.items()}

@@ -20,9 +20,10 @@ from eaglejax.checkpoint.files import read_json
 from eaglejax.checkpoint.gguf.metadata import config_from_metadata
 from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.checkpoint.hf import DESCRIPTION, MARKER, RULES, STEM, QuantizedForm, index_name
-from eaglejax.checkpoint.quantized import compressed as quant_compressed
-from eaglejax.checkpoint.quantized import modelslim as quant_modelslim
-from eaglejax.checkpoint.quantized import own as quant_own
+from eaglejax.checkpoint.quantized.compressed_tensors import config as quant_compressed
+from eaglejax.checkpoint.quantized.compressed_tensors import tensors as compressed_tensors
+from eaglejax.checkpoint.quantized.modelslim import layout as quant_modelslim
+from eaglejax.checkpoint.quantized.own import marker as quant_own
 from eaglejax.checkpoint.quantized.parts import Part, kind_of, pending, to_part
 from eaglejax.checkpoint.safetensors_io import Pending, write_safetensors
 from eaglejax.checkpoint.tables import Assignment, candidates
@@ -292,7 +293,7 @@ def _compressed(target: Target, folder: Path, limit: int) -> dict[str, Any]:
             raise ConfigError("the compressed-tensors form has no quantised embedding; exclude 'embed'")
         for module, shape, load in _parts(assignment, value):
             kinds[module] = kind_of(value)
-            arrays |= quant_compressed.encode(module, kinds[module], shape, load)
+            arrays |= compressed_tensors.encode(module, kinds[module], shape, load)
     if target.config.tie_embeddings:
         plain.append("lm_head")
     write_shards(folder, STEM, arrays, limit)

@@ -284,7 +284,7 @@ def weight(path, **settings):
 
 def hashed(pattern):
     """The hashes of the files that match, and of no others."""
-    from eaglejax.checkpoint.quantized.own import file_hash
+    from eaglejax.checkpoint.quantized.own.marker import file_hash
 
     return lambda folder: marker(files={path.name: file_hash(path) for path in folder.glob(pattern)})(folder)
 

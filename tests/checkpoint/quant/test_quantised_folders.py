@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from eaglejax.checkpoint.hf import load_folder, quantized_form
-from eaglejax.checkpoint.quantized.compressed import pack_words, unpack_words
-from eaglejax.checkpoint.quantized.modelslim import pack_channels, unpack_channels
+from eaglejax.checkpoint.quantized.compressed_tensors.tensors import pack_words, unpack_words
+from eaglejax.checkpoint.quantized.modelslim.layout import pack_channels, unpack_channels
 from eaglejax.checkpoint.quantized.read import load_quantized
 from eaglejax.checkpoint.quantized.summary import summary
 from eaglejax.checkpoint.quantized.write import write_quantized

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.basis_file import named_rotation
-from eaglejax.checkpoint.quantized.modelslim import (
+from eaglejax.checkpoint.quantized.modelslim.layout import (
     FLOAT,
     KV,
     KV_TYPES,

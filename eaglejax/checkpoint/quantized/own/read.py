@@ -1,15 +1,9 @@
-"""Our own layout of a quantised target: every array of every leaf, named by its path, in shards.
-
-``config.json`` is the model's, and says under ``eaglejax`` what the shards hold: how each packed weight is
-made of arrays, the settings that rotation adds to the model, and the SHA-256 of every file. Whatever a
-``Target`` can hold comes back bit for bit.
-"""
+"""Reading our own layout: leaves built as the marker describes them, and files that are what it says."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.hf import MARKER, open_weights
-from eaglejax.checkpoint.quantized.parts import checked_scale, pending, require, with_offset_sums
-from eaglejax.checkpoint.safetensors_io import Pending, SafetensorsFile
+from eaglejax.checkpoint.quantized.own.marker import (
+    ARRAY,
+    DERIVED,
+    MODEL_FLAGS,
+    PACKED,
+    VERSION,
+    file_hash,
+    is_packed,
+)
+from eaglejax.checkpoint.quantized.parts import checked_scale, require, with_offset_sums
+from eaglejax.checkpoint.safetensors_io import SafetensorsFile
 from eaglejax.checkpoint.tables import check_layers
 from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.kv_format import FORMATS, KVFormat, kv_format
+from eaglejax.kv_format import FORMATS, KVFormat
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
 from eaglejax.nn.cache import CacheScales
@@ -30,55 +33,8 @@ from eaglejax.pytree import leaf_paths
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.online import HadamardInput
 
-VERSION = 1
-PACKED = {"quantized": QuantArray, "hadamard": HadamardInput}
-"""Packed weights by the name that the files give them."""
-
-MODEL_FLAGS = ("qk_rotation", "post_rotation")
-"""Settings of ModelConfig that rotation adds and that a Hugging Face config has no place for."""
-
-_ARRAY = "array"
 _DTYPES = ("int8", "float32", "bfloat16", "float16")
 """Of arrays in the shards. Jax would narrow others without a word."""
-
-_DERIVED = ("offset_sums",)
-"""Fields that follow from others; they are made again."""
-
-
-def is_packed(value: Any) -> bool:
-    """True for a leaf that is a packed weight."""
-    return isinstance(value, tuple(PACKED.values()))
-
-
-def spec_of(value: Any) -> Any:
-    """What a leaf is made of, as JSON: ``"array"``, null, or an object with the fields of a packed weight."""
-    if value is None:
-        return None
-    if not is_packed(value):
-        return _ARRAY
-    name = next(name for name, type_ in PACKED.items() if isinstance(value, type_))
-    spec: dict[str, Any] = {"type": name}
-    for field in dataclasses.fields(value):
-        part = getattr(value, field.name)
-        if field.name in _DERIVED:
-            continue
-        if field.metadata.get("pytree_node", True):
-            spec[field.name] = spec_of(part)
-        else:
-            spec[field.name] = np.dtype(part).name if field.name == "dtype" else part
-    return spec
-
-
-def arrays_of(path: str, value: Any) -> Iterator[tuple[str, Pending]]:
-    """The arrays of a leaf by name, in the order of its fields."""
-    if value is None:
-        return
-    if not is_packed(value):
-        yield path, Pending(tuple(value.shape), np.dtype(value.dtype), lambda: np.asarray(value))
-        return
-    for field in dataclasses.fields(value):
-        if field.metadata.get("pytree_node", True) and field.name not in _DERIVED:
-            yield from arrays_of(f"{path}.{field.name}", getattr(value, field.name))
 
 
 def build(path: str, spec: Any, file: SafetensorsFile, used: set[str], where: str, dtype: Any) -> Any:
@@ -89,7 +45,7 @@ def build(path: str, spec: Any, file: SafetensorsFile, used: set[str], where: st
     """
     if spec is None:
         return None
-    if spec == _ARRAY:
+    if spec == ARRAY:
         require(path in file.names(), f"{where} describes the array {path!r}, which its shards do not hold")
         dtype = file.dtype(path).name
         require(dtype in _DTYPES, f"{where}: {path} is {dtype}; arrays are {', '.join(_DTYPES)}")
@@ -98,7 +54,7 @@ def build(path: str, spec: Any, file: SafetensorsFile, used: set[str], where: st
     type_ = PACKED.get(str(spec.get("type"))) if isinstance(spec, Mapping) else None
     require(type_ is not None, f"{where}: {path} is described as {spec!r}; known are {', '.join(PACKED)}")
     assert type_ is not None
-    fields = {f.name: f for f in dataclasses.fields(type_) if f.name not in _DERIVED}
+    fields = {f.name: f for f in dataclasses.fields(type_) if f.name not in DERIVED}
     require(
         set(spec) == {"type", *fields},
         f"{where}: {path} is described by {sorted(spec)}; a {spec['type']} weight has {sorted(fields)}",
@@ -162,31 +118,6 @@ def _checked(path: str, array: QuantArray, where: str) -> QuantArray:
     return array
 
 
-def marker_of(params: Any, config: ModelConfig, **settings: Any) -> dict[str, Any]:
-    """The entry of config.json; ``settings``: dtype, quantization, basis, files, cache."""
-    weights = {path: spec_of(value) for path, value in packed_leaves(params).items() if is_packed(value)}
-    return {
-        "version": VERSION,
-        **settings,
-        "model": {flag: True for flag in MODEL_FLAGS if getattr(config, flag)},
-        "weights": weights,
-    }
-
-
-def packed_leaves(params: Any) -> dict[str, Any]:
-    """Leaves of the parameters by dotted path, packed weights in one piece."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_packed)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in leaves}
-
-
-def cache_entry(format: Any) -> Any:
-    """A cache format as JSON: its name, or an object with name and seed where a seed was chosen, or null."""
-    if format is None:
-        return None
-    found = kv_format(format)
-    return {"format": found.name, "seed": found.seed} if found.seed else found.name
-
-
 def read_cache(entry: Any, where: str) -> str | KVFormat | None:
     """The inverse of ``cache_entry``. Raises ``CheckpointError``."""
     seeded = isinstance(entry, Mapping) and set(entry) == {"format", "seed"}
@@ -199,13 +130,6 @@ def read_cache(entry: Any, where: str) -> str | KVFormat | None:
         return KVFormat(name, entry["seed"]) if seeded else name
     except ConfigError as error:
         raise CheckpointError(f"{where}: {MARKER}.cache: {error}") from error
-
-
-def cache_arrays(scales: CacheScales | None) -> dict[str, Pending]:
-    """Scales of an int8-static cache as arrays ``cache.k.<layer>`` and ``cache.v.<layer>``, f32 [Hkv, d]."""
-    sides = {} if scales is None else {"k": scales.k, "v": scales.v}
-    named = {f"cache.{side}.{i}": array for side, arrays in sides.items() for i, array in enumerate(arrays)}
-    return {name: pending(np.asarray(array, np.float32)) for name, array in named.items()}
 
 
 def _cache_scales(file: SafetensorsFile, config: ModelConfig, used: set[str], where: str) -> CacheScales:
@@ -267,7 +191,7 @@ def load(
     used: set[str] = set()
     leaves = {}
     for path, info in table.items():
-        value = build(path, specs.get(path, _ARRAY), file, used, where, info.dtype)
+        value = build(path, specs.get(path, ARRAY), file, used, where, info.dtype)
         require(
             value is not None and tuple(value.shape) == info.shape,
             f"{where}: {path} has shape {getattr(value, 'shape', None)}, the configuration asks for "
@@ -294,9 +218,3 @@ def _check_hashes(folder: Path, files: Any, where: str) -> None:
         require(
             found == digest, f"{path} was changed or damaged: its SHA-256 is {found}, {where} says {digest}"
         )
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
