@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from eaglejax.drafts.base import Bound
     from eaglejax.drafts.draft_model.load import load_draft_model
     from eaglejax.drafts.draft_model.proposer import DraftModel
-    from eaglejax.drafts.eagle.files.load import load_draft
     from eaglejax.drafts.eagle.proposer import Eagle
     from eaglejax.drafts.grow import DynamicTree
     from eaglejax.drafts.ngram import NGram
     from eaglejax.drafts.prediction import Prediction
+    from eaglejax.drafts.registry import load_draft
     from eaglejax.drafts.tree import StaticTree, chain, from_choices
     from eaglejax.errors import EaglejaxError
     from eaglejax.models.target import Target, random_target
@@ -93,7 +93,7 @@ _PLACES = {
     "from_choices": "eaglejax.drafts.tree",
     "generate": "eaglejax.api",
     "get_scheme": "eaglejax.quant",
-    "load_draft": "eaglejax.drafts.eagle.files.load",
+    "load_draft": "eaglejax.drafts.registry",
     "load_draft_model": "eaglejax.drafts.draft_model.load",
     "load_target": "eaglejax.checkpoint.target",
     "quantize_target": "eaglejax.quant",

@@ -11,11 +11,11 @@ import numpy as np
 from eaglejax.conversation import Conversation, as_conversation, template_variables
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.base import Bound, Proposer, Request
-from eaglejax.drafts.detect import check_basis
-from eaglejax.drafts.eagle.proposer import Eagle
+from eaglejax.drafts.registry import family_of
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
+from eaglejax.speculate.chance import watch
 from eaglejax.speculate.generate import BatchDecoder, Generation, Piece, check_request
 from eaglejax.speculate.metrics import Stats
 from eaglejax.speculate.options import DecodeChanges, DecodeOptions
@@ -136,8 +136,9 @@ def decoder_for(
             f"proposer is {bound.proposer!r}; give an object such as NGram(length=7), what load_draft "
             "returned, or None for plain decoding"
         )
-    if isinstance(bound.proposer, Eagle):
-        check_basis(bound.proposer.config, bound.params.weights, target, look=False)
+    family = family_of(bound.proposer)
+    if family is not None:
+        family.check(bound, target)
     return BatchDecoder(target, bound.proposer, bound.params, requests, batch=batch, options=options)
 
 
@@ -219,6 +220,7 @@ def generate(
             if result.error and on_error == "raise":
                 raise EaglejaxError(f"prompt {n}: {result.error}")
             results[n] = result
+    watch(proposer, target, results.values())
     return results[0] if single else [results[n] for n in range(len(items))]
 
 
@@ -317,4 +319,5 @@ def stream(
     (result,) = decoder.results()
     if result.error:
         raise EaglejaxError(result.error)
+    watch(proposer, target, [result])
     yield result

@@ -129,9 +129,7 @@ def import_circles(root: Path) -> dict[str, list[list[str]]]:
     return {folder: within for folder, within in sorted(found.items()) if within}
 
 
-STANDING = {
-    "eaglejax.drafts": [["align", "detect", "eagle"]],
-}
+STANDING: dict[str, list[list[str]]] = {}
 """Circles that are still there; whoever opens one takes it out, and none is added."""
 
 

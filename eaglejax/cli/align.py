@@ -12,10 +12,7 @@ import eaglejax as ej
 from eaglejax.cli import show
 from eaglejax.cli.diagnose import PROMPTS, written_texts
 from eaglejax.config import AuxConvention
-from eaglejax.drafts.align_file import align_file, write_aligned
-from eaglejax.drafts.eagle.files.load import draft_folder
-from eaglejax.drafts.eagle.files.read import read_draft
-from eaglejax.drafts.eagle.files.write import FormName
+from eaglejax.drafts.registry import read_draft
 from eaglejax.errors import ConfigError
 from eaglejax.measure.diagnose import Pair
 from eaglejax.rotation.basis import Basis
@@ -37,7 +34,7 @@ class Align:
     --method procrustes it is needed."""
     method: Literal["export", "procrustes"] = "export"
     """Whence the rotation comes: the target's export, or a fit of its embedding to the original's."""
-    form: FormName = "eaglejax"
+    form: str = "eaglejax"
     """Form of the aligned checkpoint, as in `convert`."""
     check: bool = False
     """Measure, on texts that the target writes, what the draft guesses right before and after."""
@@ -49,16 +46,20 @@ class Align:
 
     def run(self) -> int:
         """The command. Exit status 1 when --check finds the aligned draft no better than before."""
-        file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention)
+        family, file = read_draft(self.draft, **self._reading(self.aux_convention))
+        if self.form not in family.forms:
+            raise ConfigError(
+                f"{family.name} drafts have no form {self.form!r}; they have "
+                f"{', '.join(family.forms) or 'none'}"
+            )
         with show.status(f"loading {self.target}"):
             target = ej.load_target(self.target, dtype="float32")
             original = None
             if self.original_target is not None:
                 original = ej.load_target(self.original_target, dtype="float32")
         basis, error = self._basis(target, original)
-        aligned = align_file(file, target, basis, original=original)
-        notes = [*file.notes, *aligned.notes]
-        notes += write_aligned(self.out, aligned, file, to=self.form, target=target)
+        done = family.write_aligned(file, self.out, target, basis, original=original, to=self.form)
+        notes = [*file.notes, *done]
         report: dict[str, Any] = {
             "output": str(self.out),
             "basis": basis.id,
@@ -79,6 +80,9 @@ class Align:
                 show.print_note(f"drafts right in a row: {before:.2f} before, {after:.2f} after")
             show.print_note(f"{self.out} now holds the draft, aligned to basis {basis.id}")
         return 0 if report["check"] is None or report["check"]["better"] else 1
+
+    def _reading(self, convention: str) -> dict[str, Any]:
+        return {} if convention == "auto" else {"aux_convention": convention}
 
     def _basis(self, target: ej.Target, original: ej.Target | None) -> tuple[Basis, float | None]:
         """(basis, error of its recovery or None). An exported matrix goes before a recovered one whatever the
@@ -104,10 +108,9 @@ class Align:
         """Drafts accepted a round before and after, on the same texts."""
         texts = written_texts(target, PROMPTS, max_new_tokens=64)
         text = next(iter(texts.values()))
-        before, after = (
-            Pair(target, read_draft(folder, aux_convention=convention), {"check": text}).base
-            for folder, convention in ((draft_folder(self.draft), self.aux_convention), (self.out, "auto"))
-        )
+        drafts = ((self.draft, self.aux_convention), (self.out, "auto"))
+        read = (read_draft(draft, **self._reading(convention)) for draft, convention in drafts)
+        before, after = (Pair(target, file, {"check": text}).base for _, file in read)
         return {"before": before.length, "after": after.length, "better": after.beats(before)}
 
 

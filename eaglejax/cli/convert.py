@@ -1,4 +1,4 @@
-"""``eaglejax convert``: an EAGLE checkpoint in the form that another project loads."""
+"""``eaglejax convert``: a draft's checkpoint in the form that another project loads."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-import jax.numpy as jnp
 import tyro
 
 from eaglejax.checkpoint.target import load_target
 from eaglejax.cli import show
 from eaglejax.config import AuxConvention
-from eaglejax.drafts.eagle.files.load import draft_folder, draft_plan
-from eaglejax.drafts.eagle.files.read import read_draft
-from eaglejax.drafts.eagle.files.write import FormName, tensors_of_file, write_draft
+from eaglejax.drafts.registry import read_draft
+from eaglejax.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Convert:
 
     draft: Annotated[str, tyro.conf.Positional]
     """Folder or Hub id of the draft."""
-    to: FormName
+    to: str
     """The form: safeailab (EaModel), sglang (SGLang, SpecForge), speculators (vLLM), modelopt, or eaglejax,
     which holds every draft as it is."""
     output: Path
@@ -42,18 +40,16 @@ class Convert:
 
     def run(self) -> int:
         """The command."""
-        file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention, aux=self.aux)
-        draft_plan(file, jnp.float32)
+        given = {"aux": self.aux, "aux_convention": self.aux_convention}
+        family, file = read_draft(self.draft, **{k: v for k, v in given.items() if v not in (None, "auto")})
+        if self.to not in family.forms:
+            raise ConfigError(
+                f"{family.name} drafts have no form {self.to!r}; they have "
+                f"{', '.join(family.forms) or 'none'}"
+            )
         target = None if self.target is None else load_target(self.target, dtype="float32")
-        notes = write_draft(
-            self.output,
-            file.config,
-            tensors_of_file(file),
-            file.ids,
-            to=self.to,
-            target=target,
-            source=file.raw,
-            verifier=self.verifier or self.target,
+        notes = family.write(
+            file, self.output, to=self.to, target=target, verifier=self.verifier or self.target
         )
         notes = [*file.notes, *notes]
         if self.json:

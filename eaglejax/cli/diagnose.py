@@ -14,8 +14,7 @@ import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.cli import show
 from eaglejax.config import AuxConvention, BadRow, read_prompts
-from eaglejax.drafts.eagle.files.load import bind, draft_folder, read_weights
-from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
+from eaglejax.drafts.registry import family_reading, read_draft
 from eaglejax.errors import ConfigError
 from eaglejax.measure.diagnose import STEPS, Report, diagnose
 from eaglejax.measure.quality import Texts
@@ -39,9 +38,12 @@ class Diagnose:
     target: Annotated[str, tyro.conf.arg(aliases=["--target-model-path"])]
     """The model: `demo`, a folder, a .gguf file or a Hub id."""
     draft: Annotated[str, tyro.conf.arg(aliases=["--draft-model-path"])]
-    """The EAGLE draft: a folder or a Hub id."""
+    """The draft: a folder or a Hub id."""
     prompts: str | None = None
     """A prompt file; its texts should be like those that the draft is used on. Default: four of our own."""
+    original_target: str | None = None
+    """The model that the draft was made for, where the target may be another: rotated since by a tool that
+    says nothing, or not that model at all. The draft is then measured beside both."""
     limit: int = 8
     """Most prompts that are used of it."""
     max_new_tokens: int = 64
@@ -60,14 +62,27 @@ class Diagnose:
         """The command. Exit status 1 when a fault is found."""
         if self.max_new_tokens < STEPS + 2:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; at least {STEPS + 2} are needed")
-        file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention, aux=self.aux)
+        given = {"aux": self.aux, "aux_convention": self.aux_convention}
+        _, file = read_draft(self.draft, **{k: v for k, v in given.items() if v not in (None, "auto")})
         with show.status(f"loading {self.target}"):
             target = ej.load_target(self.target, dtype=self.dtype)
         prompts = PROMPTS if self.prompts is None else _texts_of(self.prompts, self.limit)
         with show.status("the target writes"):
             texts = written_texts(target, prompts, max_new_tokens=self.max_new_tokens)
+            usual = None
+            if self.prompts is not None:
+                usual = next(
+                    iter(written_texts(target, PROMPTS, max_new_tokens=self.max_new_tokens).values())
+                )
+        original, theirs = None, None
+        if self.original_target is not None:
+            with show.status(f"loading {self.original_target}"):
+                original = ej.load_target(self.original_target, dtype=self.dtype)
+            with show.status("the original target writes"):
+                found = written_texts(original, prompts, max_new_tokens=self.max_new_tokens)
+                theirs = found.get(next(iter(texts)), next(iter(found.values())))
         with show.status("trying what may be wrong"):
-            report = diagnose(target, file, texts)
+            report = diagnose(target, file, texts, original=original, original_texts=theirs, usual=usual)
             decoded = decode_pair(target, file, prompts, self.max_new_tokens)
         if self.json:
             show.print_json(_json(report, decoded))
@@ -105,17 +120,17 @@ def written_texts(target: ej.Target, prompts: Sequence[str], *, max_new_tokens: 
     return out
 
 
-def decode_pair(target: ej.Target, file: DraftFile, prompts: Sequence[str], max_new_tokens: int) -> Stats:
+def decode_pair(target: ej.Target, file: Any, prompts: Sequence[str], max_new_tokens: int) -> Stats:
     """A short decode with the pair as it is, by a chain of ``STEPS`` drafts: what really was accepted.
 
     Straight through the decoder: ``generate`` would refuse a draft in another basis, which is what is looked
     for.
     """
-    config = file.config.fit(target.config)
-    params = bind(config, read_weights(file, target.dtype), target, file.ids)
+    family = family_reading(file)
+    config, params = family.bind(file, target, target.dtype)
     chat = target.need_tokenizer().chat_template is not None
     requests = [Request(ids, ej.Sampling(), max_new_tokens) for ids in encoded(target, prompts, chat=chat)]
-    run = BatchDecoder(target, ej.Eagle(config, ej.chain(STEPS)), params, requests)
+    run = BatchDecoder(target, family.make(config, {"tree": ej.chain(STEPS)}), params, requests)
     for _ in run:
         pass
     return total(r.stats for r in run.results())
@@ -123,6 +138,7 @@ def decode_pair(target: ej.Target, file: DraftFile, prompts: Sequence[str], max_
 
 def _json(report: Report, decoded: Stats) -> dict[str, Any]:
     return {
+        "verdict": report.verdict,
         "faults": [f.test for f in report.faults],
         "tests": [dataclasses.asdict(f) for f in report.findings],
         "measured": {
@@ -144,6 +160,7 @@ def _print(report: Report, decoded: Stats, title: str) -> None:
         text = f.evidence if f.remedy is None else f"{f.evidence}. Remedy: {f.remedy}"
         table.add_row(f.test, rich.text.Text(f.verdict, _COLOURS[f.verdict]), text)
     console.print(table)
+    console.print(f"verdict: {report.verdict}")
     rates = show.acceptance(decoded.per_position_acceptance_rate)
     console.print(
         f"decoded with a chain of {STEPS}: tau {decoded.mean_acceptance_length:.2f}, accepted at 1, 2, ...: "

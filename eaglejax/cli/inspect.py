@@ -1,4 +1,4 @@
-"""``eaglejax inspect``: what an EAGLE checkpoint was understood to be, and which target it fits; or how a
+"""``eaglejax inspect``: what a draft's checkpoint was understood to be, and which target it fits; or how a
 target's folder is quantised and rotated."""
 
 from __future__ import annotations
@@ -7,21 +7,21 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax.numpy as jnp
+import rich.markup
 import rich.table
 import tyro
 
 from eaglejax.checkpoint.gguf.metadata import config_from_metadata
 from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.checkpoint.hf import read_config
-from eaglejax.checkpoint.quantized.summary import holds_target, summary
+from eaglejax.checkpoint.quantized.summary import summary
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.cli import show
 from eaglejax.config import AuxConvention
-from eaglejax.drafts.draft_model.load import is_eagle
-from eaglejax.drafts.eagle.files.load import draft_folder, draft_plan
-from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
-from eaglejax.errors import ConfigError, EaglejaxError
+from eaglejax.drafts.draft_model.proposer import DraftModel
+from eaglejax.drafts.files import opened
+from eaglejax.drafts.registry import read_draft, recognise
+from eaglejax.errors import ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.families import from_hf
 
@@ -45,15 +45,20 @@ class Inspect:
 
     def run(self) -> int:
         """The command. Exit status 1 when a target is named and the draft does not fit it."""
-        if not is_eagle(self.draft) and holds_target(draft_folder(self.draft)):
-            return self._target(draft_folder(self.draft))
-        file = read_draft(draft_folder(self.draft), aux_convention=self.aux_convention, aux=self.aux)
-        draft_plan(file, jnp.float32)
-        report = describe(file, None if self.target is None else target_config(self.target))
+        files = opened(self.draft)
+        family = recognise(files)
+        if family.proposer is DraftModel:
+            return self._target(files.path)
+        given = {"aux": self.aux, "aux_convention": self.aux_convention}
+        family, file = read_draft(self.draft, **{k: v for k, v in given.items() if v not in (None, "auto")})
+        report = family.report(file, None if self.target is None else target_config(self.target))
         if self.json:
             show.print_json(report)
         else:
-            _print(report)
+            table = rich.table.Table(show_header=False, title=report["path"], title_justify="left")
+            for heading, text in family.rows(report):
+                table.add_row(heading, rich.markup.escape(text))
+            show.stderr().print(table)
         return 0 if report["target"] is None or report["target"]["fits"] else 1
 
     def _target(self, folder: Path) -> int:
@@ -74,52 +79,6 @@ def target_config(spec: str) -> ModelConfig:
     return from_hf(raw)
 
 
-def describe(file: DraftFile, target: ModelConfig | None = None) -> dict[str, Any]:
-    """The object that ``inspect --json`` prints."""
-    config = file.config
-    parameters = sum(
-        int(jnp.prod(jnp.array(file.store.shape(n)))) for n in file.store.names() if n not in ("d2t", "t2d")
-    )
-    fits: dict[str, Any] | None = None
-    if target is not None:
-        try:
-            fits = {"fits": True, "why_not": None, "boundaries": list(config.fit(target).aux)}
-        except EaglejaxError as error:
-            fits = {"fits": False, "why_not": str(error), "boundaries": None}
-    own = {
-        "embedding": config.own_embedding,
-        "rows of the head" if config.target_rows else "head": config.own_head,
-    }
-    return {
-        "path": str(file.path),
-        "method": f"eagle{config.version}",
-        "layout": file.layout,
-        "parameters": parameters,
-        "config": dataclasses.asdict(config),
-        "dtypes": sorted({file.store.dtype(n).name for n in file.store.names()}),
-        "vocabulary": {
-            "target": config.vocab_size,
-            "draft": config.draft_vocab_size,
-            "coverage": round(config.draft_vocab_size / config.vocab_size, 4),
-            "map": "identity" if file.ids is None else f"ids {int(file.ids[0])} to {int(file.ids[-1])}",
-        },
-        "boundaries": list(config.aux) or None,
-        "borrows": [part for part, owned in own.items() if not owned],
-        "unused_tensors": list(file.unused),
-        "notes": list(file.notes),
-        "target": fits,
-    }
-
-
-def _mlp(config: dict[str, Any]) -> str:
-    if not config["num_experts"]:
-        return str(config["intermediate_size"])
-    return (
-        f"{config['num_experts']} experts of {config['moe_intermediate_size']}, "
-        f"{config['experts_per_token']} a token"
-    )
-
-
 def _print_target(report: dict[str, Any]) -> None:
     table = rich.table.Table(show_header=False, title=report["path"], title_justify="left")
     form = "not quantised" if report["form"] == "plain" else f"in the {report['form']} form"
@@ -133,42 +92,4 @@ def _print_target(report: dict[str, Any]) -> None:
     table.add_row("basis", report["basis"] or "the original one: not rotated")
     if report["basis"]:
         table.add_row("rotation", report["rotation"] or "NOT exported: no draft can be aligned to it without")
-    show.stderr().print(table)
-
-
-def _print(report: dict[str, Any]) -> None:
-    config, vocabulary = report["config"], report["vocabulary"]
-    table = rich.table.Table(show_header=False, title=report["path"], title_justify="left")
-    table.add_row("method", f"{report['method']} ({report['layout']})")
-    table.add_row(
-        "shape",
-        f"{config['num_layers']} layer, H {config['hidden_size']}, target H {config['target_hidden_size']}, "
-        f"{config['num_heads']} heads / {config['num_kv_heads']} key-value heads of {config['head_dim']}, "
-        f"MLP {_mlp(config)}; {report['parameters'] / 1e6:.1f} M numbers in "
-        f"{', '.join(report['dtypes'])}",
-    )
-    flags = ("norm_before_residual", "head_norm", "feed_normed", "fc_bias", "qkv_bias", "o_bias", "qk_norm")
-    on = [name for name in flags if config[name]]
-    norm = [] if config["aux_norm"] == "none" else [f"features normalised: {config['aux_norm']}"]
-    table.add_row("flags", ", ".join(on + norm) or "none")
-    rope = config["rope"]
-    table.add_row("rotary", f"{rope['kind']}, theta {rope['theta']:g}")
-    table.add_row(
-        "vocabulary",
-        f"{vocabulary['draft']} of {vocabulary['target']} tokens ({vocabulary['coverage']:.1%}), "
-        f"{vocabulary['map']}",
-    )
-    if report["method"] == "eagle3":
-        named = report["boundaries"] or f"{config['num_aux']} of them, the target's usual ones"
-        table.add_row("boundaries", str(named))
-    table.add_row("borrows", ", ".join(report["borrows"]) or "nothing")
-    if config["basis"] is not None:
-        table.add_row("basis", f"features of a target rotated to {config['basis']}")
-    for note in report["notes"]:
-        table.add_row("note", note)
-    if report["target"] is not None:
-        fit = report["target"]
-        table.add_row(
-            "target", f"fits, boundaries {fit['boundaries']}" if fit["fits"] else f"NO: {fit['why_not']}"
-        )
     show.stderr().print(table)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import eaglejax as ej
 from eaglejax.cli import show
-from eaglejax.config import AuxConvention, SpeculativeConfig, parse_speculative_config
+from eaglejax.config import SpeculativeConfig, parse_speculative_config
 from eaglejax.errors import ConfigError
-from eaglejax.kv_format import kv_format, uncalibrated_format
+from eaglejax.kv_format import kv_format
 from eaglejax.naming import known_name
 
 Build = Callable[[Any, SpeculativeConfig], Any]
@@ -22,12 +22,13 @@ class Method:
     """One way to draft.
 
     ``settings``: the keys of a SpeculativeConfig that it knows, ``model`` apart. ``build`` makes the proposer
-    of a checked config; None is plain autoregressive decoding. ``needs_draft``: a draft must be named.
-    ``reads_prediction``: it drafts from predictions.
+    of a checked config; None is plain autoregressive decoding. ``check``: refuses settings that cannot be.
+    ``needs_draft``: a draft must be named. ``reads_prediction``: it drafts from predictions.
     """
 
     settings: tuple[str, ...]
     build: Build
+    check: Callable[[SpeculativeConfig], None] = lambda config: None
     needs_draft: bool = False
     reads_prediction: bool = False
 
@@ -42,51 +43,11 @@ def _settings_as(**names: str) -> Callable[[SpeculativeConfig], dict[str, Any]]:
 
 
 _length = _settings_as(num_speculative_tokens="length")
-_decoding = _settings_as(num_speculative_tokens="length", kv_cache_dtype="cache_dtype")
 _lookup = _settings_as(
     num_speculative_tokens="length", prompt_lookup_max="max_ngram", prompt_lookup_min="min_ngram"
 )
-_drafting = _settings_as(
-    draft_sample="sample",
-    draft_temperature="temperature",
-    min_confidence="min_confidence",
-    kv_cache_dtype="cache_dtype",
-)
 
-
-def _eagle(version: Literal["auto", "eagle1", "eagle3"], default: Literal["dynamic", "static"]) -> Build:
-    def build(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
-        from eaglejax.cli import trees
-        from eaglejax.drafts.eagle.files.load import draft_folder
-        from eaglejax.drafts.eagle.files.read import read_draft
-
-        assert config.model is not None
-        convention: AuxConvention = config.aux_convention or "auto"  # type: ignore[assignment]
-        for note in read_draft(draft_folder(config.model), aux_convention=convention, method=version).notes:
-            show.print_note(f"{config.model}: {note}")
-        return ej.load_draft(
-            config.model,
-            target,
-            method=version,
-            aux_convention=convention,
-            tree=trees.tree_of(config, default),
-            **_drafting(config),
-        )
-
-    return build
-
-
-def _draft_model(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
-    assert config.model is not None
-    return ej.load_draft_model(config.model, target, **_decoding(config))
-
-
-_STATIC = ("num_speculative_tokens", "speculative_token_tree", "draft_sample", "draft_temperature")
-_DYNAMIC = ("tree_depth", "tree_branching", "tree_nodes")
-_EAGLE = ("min_confidence", "kv_cache_dtype")
-_ANY_EAGLE = (*_STATIC, *_DYNAMIC, *_EAGLE, "aux_convention")
-
-METHODS: dict[str, Method] = {
+_WITHOUT_DRAFT: dict[str, Method] = {
     "ar": Method((), lambda target, config: None),
     "ngram": Method(
         ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
@@ -97,12 +58,49 @@ METHODS: dict[str, Method] = {
         lambda target, config: ej.Prediction(**_length(config)),
         reads_prediction=True,
     ),
-    "draft_model": Method(("num_speculative_tokens", "kv_cache_dtype"), _draft_model, needs_draft=True),
-    "eagle": Method(_ANY_EAGLE, _eagle("auto", "dynamic"), needs_draft=True),
-    "eagle1": Method((*_STATIC, *_EAGLE), _eagle("eagle1", "static"), needs_draft=True),
-    "eagle2": Method((*_DYNAMIC, *_EAGLE), _eagle("eagle1", "dynamic"), needs_draft=True),
-    "eagle3": Method(_ANY_EAGLE, _eagle("eagle3", "dynamic"), needs_draft=True),
 }
+
+
+def _of_families() -> Mapping[str, Any]:
+    """(family, method) by name of those that families of drafts bring; asked late, because they start jax."""
+    from eaglejax.drafts import registry
+
+    return registry.methods()
+
+
+def _of_family(name: str) -> Method:
+    """A method that a family of drafts brings, as the commands run it."""
+    family, method = _of_families()[name]
+
+    def build(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
+        from eaglejax.drafts.registry import read_draft
+
+        assert config.model is not None
+        options = {"method": name} | method.options(config)
+        reading = {k: options.pop(k) for k in ("method", *family.reading) if k in options}
+        found, file = read_draft(config.model, **reading)
+        for note in file.notes:
+            show.print_note(f"{config.model}: {note}")
+        return found.load(file, target, dtype=target.dtype, draft=config.model, **options)
+
+    return Method(method.settings, build, method.check, needs_draft=True)
+
+
+class _Methods(Mapping[str, Method]):
+    """Those without a draft and those of whatever families are registered at the moment."""
+
+    def __getitem__(self, name: str) -> Method:
+        return _WITHOUT_DRAFT[name] if name in _WITHOUT_DRAFT else _of_family(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*_WITHOUT_DRAFT, *_of_families()))
+
+    def __len__(self) -> int:
+        return len(_WITHOUT_DRAFT) + len(_of_families())
+
+
+METHODS: Mapping[str, Method] = _Methods()
+"""Every method by name."""
 
 
 ALIASES = {
@@ -163,12 +161,13 @@ def speculation(
 
 
 def method_for(draft: str | None) -> str:
-    """What a draft alone asks for: ``eagle`` or ``draft_model``, by its tensors, and ``ar`` without one."""
+    """What a draft alone asks for, by the family that its files are of, and ``ar`` without one."""
     if draft is None:
         return "ar"
-    from eaglejax.drafts.draft_model.load import is_eagle
+    from eaglejax.drafts.files import opened
+    from eaglejax.drafts.registry import recognise
 
-    return "eagle" if is_eagle(draft) else "draft_model"
+    return recognise(opened(draft)).default
 
 
 def check_config(config: SpeculativeConfig) -> None:
@@ -181,16 +180,7 @@ def check_config(config: SpeculativeConfig) -> None:
         raise ConfigError(f"method {config.method!r} uses no draft, but {config.model!r} is given as one")
     if config.model is None and method.needs_draft:
         raise ConfigError(f"method {config.method!r} needs a draft; name one with --draft")
-    if config.aux_convention not in (None, *get_args(AuxConvention)):
-        raise ConfigError(
-            f"aux_convention is {config.aux_convention!r}; it is one of {', '.join(get_args(AuxConvention))}"
-        )
-    if config.kv_cache_dtype is not None:
-        uncalibrated_format(config.kv_cache_dtype)
-    if set(config.given()) - {"model", "prompt_lookup_max", "prompt_lookup_min"}:
-        from eaglejax.cli import trees
-
-        trees.check(config)
+    method.check(config)
 
 
 def _settings(method: Method) -> str:

@@ -54,7 +54,7 @@ class Regenerate:
         """The command. Exit status 1 when some row failed."""
         from eaglejax.checkpoint.files import progress
         from eaglejax.checkpoint.target import load_target
-        from eaglejax.drafts.eagle.files.load import load_draft
+        from eaglejax.drafts.registry import load_draft
         from eaglejax.train.regenerate import RegenerateOptions, error_file, read_prompt_rows, regenerate
 
         fields = {f.name for f in dataclasses.fields(RegenerateOptions)}

@@ -167,8 +167,7 @@ class _Session:
 
         A draft that was compared on other prompts, before the grid had other data, is decoded again."""
         from eaglejax.cli.train import progress
-        from eaglejax.drafts.eagle.files.load import load_draft
-        from eaglejax.drafts.eagle.files.read import read_draft
+        from eaglejax.drafts.registry import load_draft, read_draft
         from eaglejax.drafts.tree import chain
         from eaglejax.train import evaluate
         from eaglejax.train.cost import draft_cost
@@ -196,7 +195,7 @@ class _Session:
                 outcome = Trainer(settings, self.target, data, draft, notify).run()
             if outcome.interrupted:
                 return None
-        shape = read_draft(folder / "draft").config
+        shape = read_draft(folder / "draft")[1].config
         bound = load_draft(folder / "draft", self.target, tree=chain(run.decode_depth))
         if found is None or not compared:
             stats = evaluate.decode_with(self.target, bound, self.prompts, tokens=run.decode_tokens)

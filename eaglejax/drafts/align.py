@@ -17,19 +17,42 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.features import FeatureAdapter
-from eaglejax.drafts.eagle.model import EagleParams
+from eaglejax.drafts.features import FeatureAdapter
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.quant.online import plain
 from eaglejax.rotation.basis import Basis
 from eaglejax.rotation.rotate import product
+
+Feature = Literal["boundary", "final"]
+"""A hidden-state boundary, or the state behind the target's final norm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """What a draft takes from its target, which is all that a rotation of the target concerns: the
+    ``features``, in the order of its adapter's maps, and whether the target's ``embedding`` and ``head`` are
+    its own."""
+
+    features: tuple[Feature, ...]
+    embedding: bool
+    head: bool
+
+
+class Borrowing(Protocol):
+    """Parameters of a draft that borrows: ``embed`` [V, H] and ``head`` ([H, V], or [V, H] when ``tied``) are
+    the target's, None where the draft has its own; ``adapter`` stands in front of the target's features."""
+
+    adapter: FeatureAdapter
+    embed: Any
+    head: Any
+    tied: bool
+
 
 PARTS = ("features", "embedding", "head")
 """What an alignment mends: the features read from the target, and its embedding and head where borrowed."""
@@ -45,19 +68,6 @@ def final_map(basis: Basis) -> np.ndarray:
     """f64 [H, H] that takes a rotated target's post-norm state to the original's: Q^T diag(gamma). For
     EAGLE-1 and Medusa. Raises ConfigError without gamma."""
     return boundary_map(basis) * basis.need_gamma()
-
-
-def recycled_map(basis: Basis, gamma: np.ndarray | None = None) -> np.ndarray:
-    """f64 [H, H], symmetric: Q^T diag(gamma) Q, which gives a rotated post-norm state its gamma back and
-    leaves it rotated.
-
-    For MTP modules that were rotated with the target (:func:`rotate_mtp`): step 0 reads the target's state
-    and needs the target's gamma (None); a later step that feeds back the state behind the module's own norm
-    needs that norm's ``gamma`` [H], and one that feeds back the raw residual needs no map.
-    """
-    q = basis.matrix.astype(np.float64)
-    weight = basis.need_gamma() if gamma is None else np.asarray(gamma, np.float64)
-    return (q.T * weight) @ q
 
 
 def original_embedding(rows: Any, basis: Basis, dtype: Any) -> jax.Array:
@@ -96,25 +106,13 @@ def fold_fc(fc: Any, basis: Basis, norm: Any = None) -> np.ndarray:
     return (boundary_map(basis) @ blocks).reshape(fc.shape)
 
 
-def rotate_mtp(eh: Any, embed_norm: Any, hidden_norm: Any, basis: Basis) -> np.ndarray:
-    """f64 projection [2 H, H] of an MTP module that is rotated with its target.
-
-    ``eh`` [2 H, H] reads [embed_norm * n(e), hidden_norm * n(h)]; both norms (``gamma`` [H] each) are folded
-    and become 1, both inputs and the output are turned. The module's layer is rotated as any of the target's
-    and its last norm folded into its head; its state from the target goes through :func:`recycled_map`.
-    """
-    norms = np.concatenate([np.asarray(embed_norm), np.asarray(hidden_norm)])
-    return fold_fc(eh, basis, norms) @ basis.matrix.astype(np.float64)
-
-
-def align_params(
-    params: EagleParams, config: EagleConfig, basis: Basis, *, parts: Collection[str] = PARTS
-) -> EagleParams:
+def align_params(params: Any, config: Any, basis: Basis, *, parts: Collection[str] = PARTS) -> Any:
     """A draft of the original target, bound to the rotated one: maps in front of what it reads, and the
     borrowed embedding and head turned back (copies, in their dtype).
 
-    ``parts``: which of ``PARTS`` to mend; less than all is for showing what each is worth. Raises ConfigError
-    for a draft that is aligned already (``config.basis``) and MismatchError for a basis of another size.
+    ``params``: a dataclass with the fields of ``Borrowing``; ``config``: a ``family.DraftConfig``. ``parts``:
+    which of ``PARTS`` to mend; less than all is for showing what each is worth. Raises ConfigError for a
+    draft that is aligned already (``config.basis``) and MismatchError for a basis of another size.
     """
     check_alignable(config, basis)
     unknown = set(parts) - set(PARTS)
@@ -122,9 +120,9 @@ def align_params(
         raise ConfigError(f"parts {sorted(unknown)} are not known; they are {', '.join(PARTS)}")
     changes: dict[str, Any] = {}
     if "features" in parts:
-        found = final_map(basis) if config.reads_final else boundary_map(basis)
-        one = jnp.asarray(found, jnp.float32)
-        changes["adapter"] = FeatureAdapter(target=(one,) * max(config.num_aux, 1))
+        kinds = {"final": final_map, "boundary": boundary_map}
+        found = {kind: jnp.asarray(kinds[kind](basis), jnp.float32) for kind in set(config.reads.features)}
+        changes["adapter"] = FeatureAdapter(target=tuple(found[kind] for kind in config.reads.features))
     if "embedding" in parts and params.embed is not None:
         changes["embed"] = original_embedding(plain(params.embed, jnp.float32), basis, params.embed.dtype)
     if "head" in parts and params.head is not None:
@@ -134,12 +132,7 @@ def align_params(
     return dataclasses.replace(params, **changes)
 
 
-def aligned(config: EagleConfig, basis: Basis) -> EagleConfig:
-    """The configuration of a draft after :func:`align_params`."""
-    return dataclasses.replace(config, basis=basis.id)
-
-
-def check_alignable(config: EagleConfig, basis: Basis) -> None:
+def check_alignable(config: Any, basis: Basis) -> None:
     """Refuse a second alignment, and a basis that cannot be the target's."""
     if config.basis is not None:
         same = "that very basis" if config.basis == basis.id else f"another one ({basis.id} is the target's)"

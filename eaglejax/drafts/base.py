@@ -101,12 +101,14 @@ class Observation:
     features: jax.Array | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Bound:
-    """A proposer with its weights and nothing else: what ``load_draft`` returns and ``generate`` takes."""
+    """A proposer with its weights and nothing else: what ``load_draft`` returns and ``generate`` takes.
+    ``source``: the draft as the user named it, for messages."""
 
     proposer: Proposer
     params: Any = None
+    source: str | None = None
 
 
 class Proposer(abc.ABC):

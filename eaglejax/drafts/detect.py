@@ -8,29 +8,30 @@ was rotated without a word. Without this a rotated target drives acceptance to n
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
-from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.errors import MismatchError
 from eaglejax.models.target import Target
 from eaglejax.rotation.basis import Basis
 from eaglejax.rotation.tables import Tables, compare_tables
 
 
-def fits_any_folding(config: EagleConfig, basis: Basis | None) -> bool:
+def fits_any_folding(config: Any, basis: Basis | None) -> bool:
     """Whether folding the norms, without a turn, changes nothing for a draft: it reads boundaries, which lie
     before any norm, and has a head of its own."""
-    return basis is not None and basis.identity and not config.reads_final and config.own_head
+    reads = config.reads
+    return basis is not None and basis.identity and set(reads.features) == {"boundary"} and not reads.head
 
 
 def check_basis(
-    config: EagleConfig, weights: Any, target: Target, *, draft: str = "the draft", look: bool = True
+    config: Any, weights: Mapping[str, Any], target: Target, *, draft: str = "the draft", look: bool = True
 ) -> None:
     """Refuse a draft whose basis is not the target's. Raises MismatchError with the command that mends it.
 
-    Ids decide where both have one. A target without (its tool exported none) is compared by the draft's own
-    embedding ``weights["embed"]``, which an aligned draft ships in the original basis; ``look`` False leaves
-    out that comparison where neither has an id.
+    ``config``: a ``family.DraftConfig``. Ids decide where both have one. A target without (its tool exported
+    none) is compared by the draft's own embedding ``weights["embed"]``, which an aligned draft ships
+    in the original basis; ``look`` False leaves out that comparison where neither has an id.
     """
     if config.basis is None and target.basis is None:
         found = _compare(weights, target) if look else None
@@ -65,7 +66,7 @@ def check_basis(
         )
 
 
-def _compare(weights: Any, target: Target) -> Tables | None:
+def _compare(weights: Mapping[str, Any], target: Target) -> Tables | None:
     """Of the draft's own embedding with the target's; None where it ships none."""
     return compare_tables(weights["embed"], target.params["embed"]) if "embed" in weights else None
 

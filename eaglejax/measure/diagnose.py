@@ -9,9 +9,8 @@ hide its own.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,16 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
-from eaglejax.drafts.align import align_params
 from eaglejax.drafts.detect import align_command, fits_any_folding
-from eaglejax.drafts.eagle.config import EagleConfig, default_boundaries
-from eaglejax.drafts.eagle.features import FeatureAdapter
-from eaglejax.drafts.eagle.files.load import bind, read_weights
-from eaglejax.drafts.eagle.files.read import DraftFile
-from eaglejax.drafts.eagle.model import EagleParams
-from eaglejax.errors import EaglejaxError
-from eaglejax.measure.quality import Acceptance, Features, Texts, acceptance, guesses
+from eaglejax.drafts.features import FeatureAdapter
+from eaglejax.drafts.registry import family_reading
+from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
+from eaglejax.measure.quality import Acceptance, Features, Texts, acceptance
+from eaglejax.models.config import FINAL
 from eaglejax.models.target import Target
+from eaglejax.rotation.recover import recover_basis
 from eaglejax.rotation.tables import compare_tables
 
 Verdict = Literal["pass", "fail", "unknown"]
@@ -37,6 +34,7 @@ STEPS = 3
 """Drafts in a row that are judged."""
 HEALTHY = 0.3
 """First-draft rate from which on no fault can be hiding the others; trained drafts reach 0.5 to 0.8."""
+NOT_ITS_TEXT = "not this draft's text"
 KNOWN = 0.5
 """Share of the answers' tokens that a reduced vocabulary has to hold."""
 
@@ -53,10 +51,12 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """``findings``, one a test; ``measured``: acceptance as configured on each kind of text."""
+    """``findings``, one a test; ``measured``: acceptance as configured on each kind of text; ``verdict``: the
+    cause in a word or two (see ``CAUSES``), "no fault", or "unknown"."""
 
     findings: tuple[Finding, ...]
     measured: Mapping[str, Acceptance]
+    verdict: str = "unknown"
 
     @property
     def faults(self) -> list[Finding]:
@@ -67,37 +67,53 @@ class Report:
 class Pair:
     """A target and a draft as configured, on texts of the first kind; alternatives are measured against it.
 
-    ``texts``: kinds of text by name, ``chat`` (through the chat template) or ``plain``; the first is what the
-    pair is used on.
+    ``file``: the draft's checkpoint as its family understood it. ``texts``: kinds of text by name, ``chat``
+    (through the chat template) or ``plain``; the first is what the pair is used on. ``probe``: the family's
+    (see ``drafts.family.Probe``). Raises ConfigError for a family without one.
     """
 
-    def __init__(self, target: Target, file: DraftFile, texts: Mapping[str, Texts]) -> None:
+    def __init__(self, target: Target, file: Any, texts: Mapping[str, Texts]) -> None:
         self.target, self.file, self.texts = target, file, next(iter(texts.values()))
-        self.config = file.config.fit(target.config)
-        weights = read_weights(file, target.dtype)
+        self.family = family_reading(file)
+        self.probe = self.family.probe
+        if self.probe is None:
+            raise ConfigError(
+                f"{file.path} holds a {self.family.name}; there is no way to diagnose such a draft"
+            )
+        self.config, self.params = self.family.bind(file, target, target.dtype)
         self.ids = file.ids
-        self.params = bind(self.config, weights, target, file.ids)
         self.features = Features.of(target, self.texts)
-        self.drafted = guesses(self.config, self.params, self.features.read(self.config), self.texts, STEPS)
+        self.drafted = self._guesses(
+            self.config, self.params, self.features.read(self.config.taps), self.texts
+        )
         self.base = acceptance(self.drafted, self.texts, self.ids)
-        self.measured = {name: self.base if t is self.texts else self._on(t) for name, t in texts.items()}
+        self.measured = {name: self.base if t is self.texts else self.on(t) for name, t in texts.items()}
 
-    def _on(self, texts: Texts) -> Acceptance:
-        features = Features.of(self.target, texts).read(self.config)
-        return acceptance(guesses(self.config, self.params, features, texts, STEPS), texts, self.ids)
+    def _guesses(self, config: Any, params: Any, features: jax.Array, texts: Texts) -> np.ndarray:
+        return self.probe.guesses(config, params, features, jnp.asarray(texts.tokens), STEPS)
+
+    def on(self, texts: Texts) -> Acceptance:
+        """Acceptance on other texts of the same target."""
+        features = Features.of(self.target, texts).read(self.config.taps)
+        return acceptance(self._guesses(self.config, self.params, features, texts), texts, self.ids)
+
+    def with_target(self, other: Target, texts: Texts) -> Acceptance:
+        """Acceptance of the draft beside another target, on that target's texts."""
+        config, params = self.family.bind(self.file, other, other.dtype)
+        features = Features.of(other, texts).read(config.taps)
+        return acceptance(self._guesses(config, params, features, texts), texts, self.ids)
 
     def try_(
-        self,
-        *,
-        config: EagleConfig | None = None,
-        params: EagleParams | None = None,
-        features: jax.Array | None = None,
+        self, *, config: Any = None, params: Any = None, features: jax.Array | None = None
     ) -> Acceptance:
         """Acceptance with something changed."""
-        config = config or self.config
-        features = self.features.read(self.config) if features is None else features
-        drafted = guesses(config, params or self.params, features, self.texts, STEPS)
+        features = self.features.read(self.config.taps) if features is None else features
+        drafted = self._guesses(config or self.config, params or self.params, features, self.texts)
         return acceptance(drafted, self.texts, self.ids)
+
+    def try_each(self, setups: Iterable[tuple[str, tuple[Any, Any]]]) -> dict[str, Acceptance]:
+        """Acceptance of each (name, (configuration, parameters))."""
+        return {name: self.try_(config=config, params=params) for name, (config, params) in setups}
 
     @property
     def healthy(self) -> bool:
@@ -105,39 +121,110 @@ class Pair:
         return self.base.rates[0] >= HEALTHY
 
     def judge(self, test: str, tried: Mapping[str, Acceptance], remedy: str, ok: str) -> Finding:
-        """The finding of alternatives: a failure when the best of them beats the pair as it is."""
+        """The finding of alternatives: a failure when the best of them beats the pair as it is. A pass names
+        what was tried and nothing else."""
         if tried:
             name, best = max(tried.items(), key=lambda item: item[1].length)
             if best.beats(self.base):
                 text = f"{name}: {best} of drafts 1, 2, ... are right, as configured {self.base}"
                 return Finding(test, "fail", text, remedy)
+        said = f"; tried and no better: {'; '.join(tried)}" if tried else ""
         if self.healthy or not tried:
-            return Finding(test, "pass", ok)
-        return Finding(
-            test, "unknown", f"{len(tried)} alternatives do no better than the {self.base} as configured"
-        )
+            return Finding(test, "pass", ok + said)
+        return Finding(test, "unknown", f"the {self.base} as configured{said}")
 
 
-def diagnose(target: Target, file: DraftFile, texts: Mapping[str, Texts]) -> Report:
+def diagnose(
+    target: Target,
+    file: Any,
+    texts: Mapping[str, Texts],
+    *,
+    original: Target | None = None,
+    original_texts: Texts | None = None,
+    usual: Texts | None = None,
+) -> Report:
     """Every test on a draft checkpoint and its target; ``texts``: see ``Pair``.
 
-    The basis is not checked while loading: that is one of the tests. Raises MismatchError for a draft that
-    does not fit the target at all (widths, vocabulary), which needs no diagnosis.
+    ``original``: the model that the draft was made for, where it may be another than ``target``: rotated
+    since, or not this one at all; ``original_texts``: its own (None: the target's). ``usual``: texts of the
+    target like those that drafts are trained on, where ``texts`` may be others. The basis is not checked
+    while loading: that is one of the tests. Raises MismatchError for a draft that does not fit the target at
+    all (widths, vocabulary), which needs no diagnosis, and for an original that it does not fit.
     """
     pair = Pair(target, file, texts)
-    findings = (
+    findings = [
         tokenizer(target, file),
         aux_layers(pair),
-        basis(pair),
+        basis(pair, original),
         positions(pair),
         vocabulary(pair),
         template(pair),
         norms(pair),
+    ]
+    if original is not None:
+        findings.append(of_another_target(pair, original, original_texts or pair.texts))
+    if usual is not None:
+        findings.append(of_another_text(pair, usual))
+    return Report(tuple(findings), pair.measured, _verdict(pair, findings, original is not None))
+
+
+CAUSES = {
+    "tokenizer": "wrong target",
+    "target": "wrong target",
+    "basis": "rotation",
+    "aux_layers": "boundary",
+    "positions": "positions",
+    "vocabulary": "vocabulary",
+    "norms": "norm",
+    "template": "template",
+    "texts": NOT_ITS_TEXT,
+}
+"""What the failure of each test is a sign of, the surest first."""
+
+
+def _verdict(pair: Pair, findings: Sequence[Finding], with_original: bool) -> str:
+    failed = {f.test for f in findings if f.verdict == "fail"}
+    for test, cause in CAUSES.items():
+        if test in failed:
+            return cause
+    if pair.healthy:
+        return "no fault"
+    # The pair that the draft was made for was measured as well and does no better.
+    return NOT_ITS_TEXT if with_original else "unknown"
+
+
+def of_another_target(pair: Pair, original: Target, texts: Texts) -> Finding:
+    """Does the draft guess better beside the model that it is said to be made for?"""
+    there = pair.with_target(original, texts)
+    text = (
+        f"beside {original.name} {there} of drafts 1, 2, ... are right, beside {pair.target.name} {pair.base}"
     )
-    return Report(findings, pair.measured)
+    try:
+        recover_basis(original, pair.target)
+    except MismatchError as error:
+        tables = compare_tables(original.params["embed"], pair.target.params["embed"])
+        if there.beats(pair.base) and (tables is None or tables.relation == "different"):
+            return Finding(
+                "target",
+                "fail",
+                f"{text}; {error}",
+                f"use the draft with {original.name}, or train one for {pair.target.name}",
+            )
+    if there.beats(pair.base):
+        return Finding("target", "unknown", f"{text}; the two are one model, see basis")
+    return Finding("target", "pass" if pair.healthy else "unknown", text)
 
 
-def tokenizer(target: Target, file: DraftFile) -> Finding:
+def of_another_text(pair: Pair, usual: Texts) -> Finding:
+    """Does the draft guess better on usual texts than on those that it is used on?"""
+    there = pair.on(usual)
+    text = f"on usual prompts {there} of drafts 1, 2, ... are right, on yours {pair.base}"
+    if there.beats(pair.base):
+        return Finding("texts", "fail", text, "train the draft on texts like yours")
+    return Finding("texts", "pass" if pair.healthy else "unknown", text)
+
+
+def tokenizer(target: Target, file: Any) -> Finding:
     """Do ids mean the same tokens to both? Decided by the tokenizer that the draft's folder ships."""
     own = draft_tokenizer(file.path)
     if target.tokenizer is None or own is None:
@@ -168,50 +255,56 @@ def draft_tokenizer(folder: Path) -> Tokenizer | None:
 
 def aux_layers(pair: Pair) -> Finding:
     """Are the boundaries those that the draft was trained on, in their order?"""
-    config, layers = pair.config, pair.target.config.num_layers
-    if config.version == 1:
-        return Finding("aux_layers", "pass", "an EAGLE-1 draft reads the last state alone")
-    wanted = [config.aux[::-1]]
-    if config.num_aux <= 4:
-        wanted += itertools.permutations(config.aux)
-    wanted += [tuple(i + shift for i in config.aux) for shift in (-1, 1)]
-    if config.num_aux == 3 and layers >= 6:
-        wanted.append(default_boundaries(layers))
+    taps = list(pair.config.taps)
+    if FINAL in taps:
+        return Finding("aux_layers", "pass", "the draft reads the last state alone")
     tried = {
-        f"boundaries {list(aux)}": pair.try_(features=pair.features.read(config, aux))
-        for aux in wanted
-        if tuple(aux) != config.aux and min(aux) >= 0 and max(aux) <= layers
+        f"boundaries {list(aux)}": pair.try_(features=pair.features.read(aux))
+        for aux in pair.probe.boundaries(pair.config, pair.target.config.num_layers)
     }
     return pair.judge(
         "aux_layers",
         tried,
         "load with aux=(...) or --aux, or --aux-convention block|boundary; or correct the ids in config.json",
-        f"boundaries {list(config.aux)} do as well as any of {len(tried)} others",
+        f"boundaries {taps}",
     )
 
 
-def basis(pair: Pair) -> Finding:
-    """Is the draft in the target's basis? By ids, by geometry, and by turning it."""
+def basis(pair: Pair, original: Target | None = None) -> Finding:
+    """Is the draft in the target's basis? By ids, by geometry, and by turning it: by the matrix that the
+    target exports, or by the one that takes the ``original`` to it."""
     target, config, params = pair.target, pair.config, pair.params
     matrix = target.rotation
     ids = f"the target's basis is {target.basis}, the draft's {config.basis}"
-    tables = compare_tables(params.weights["embed"], target.params["embed"]) if config.own_embedding else None
+    own = pair.family.own_embedding(params)
+    tables = None if own is None else compare_tables(own, target.params["embed"])
     remedy = f"`{align_command(str(pair.file.path), target, recover=matrix is None)}`"
     if config.basis is not None:
         remedy = "the draft was aligned twice, or to another target: start from the original draft"
     if config.basis is None and target.basis is None and tables is not None and tables.relation == "rotated":
         return Finding("basis", "fail", f"the target was rotated without saying so: {tables}", remedy)
     tried = {}
-    if matrix is not None and config.basis is None:
+    turns = {} if matrix is None else {"aligned to the target": matrix}
+    if original is not None and config.basis is None:
         try:
-            aligned = align_params(params, config, matrix)
+            found_basis = recover_basis(original, target)
+        except MismatchError as error:
+            ids += f"; {error}"
+        else:
+            turns[f"aligned by the rotation that takes {original.name} to the target"] = found_basis.basis
+            ids += f"; the target is {original.name} turned, within {found_basis.error:.1%}"
+    for name, turn in turns.items():
+        if config.basis is not None:
+            continue
+        try:
+            aligned = pair.family.align(params, config, turn)
         except EaglejaxError as error:
             # Exports of other tools lack the weight of the final norm, which this draft needs.
             ids += f"; aligning was not tried: {error}"
         else:
-            tried["aligned to the target"] = pair.try_(params=aligned)
+            tried[name] = pair.try_(params=aligned)
     if matrix is not None and config.basis is not None:
-        once = FeatureAdapter(target=(jnp.asarray(matrix.matrix),) * max(config.num_aux, 1))
+        once = FeatureAdapter(target=(jnp.asarray(matrix.matrix),) * len(config.reads.features))
         tried["turned back once"] = pair.try_(params=dataclasses.replace(params, adapter=once))
     found = pair.judge("basis", tried, remedy, ids)
     if found.verdict == "fail":
@@ -221,7 +314,10 @@ def basis(pair: Pair) -> Finding:
     if pair.healthy or (tables is not None and tables.relation == "same"):
         return Finding("basis", "pass", ids if tables is None else f"{ids}; {tables}")
     if config.basis is None and _folded(target):
-        ids += "; every norm of the target has weight 1, as after a rotation that folded them"
+        ids += (
+            "; every norm of the target has weight 1, as after a rotation that folded them: name the "
+            "original with --original-target to measure it"
+        )
     return Finding("basis", "unknown", ids + ("" if tables is None else f"; {tables}"))
 
 
@@ -233,27 +329,18 @@ def _folded(target: Target) -> bool:
 
 def positions(pair: Pair) -> Finding:
     """Is each token paired with the right feature, and are distances what the draft learnt?"""
-    features = pair.features.read(pair.config)
+    features = pair.features.read(pair.config.taps)
     tried = {
         f"features moved by {shift:+d}": pair.try_(features=jnp.roll(features, -shift, 1))
         for shift in (-1, 1)
     }
-    ropes = {
-        "the target's rotary settings": pair.target.config.rope,
-        **{
-            f"rotary base {theta:g}": dataclasses.replace(pair.config.rope, theta=theta)
-            for theta in (1e4, 5e5, 1e6)
-        },
-    }
-    for name, rope in ropes.items():
-        if rope != pair.config.rope:
-            tried[name] = pair.try_(config=dataclasses.replace(pair.config, rope=rope))
+    tried |= pair.try_each(pair.probe.ropes((pair.config, pair.params), pair.target))
     return pair.judge(
         "positions",
         tried,
         "correct rope_theta and rope_scaling in the draft's config.json; a draft that wants moved features "
         "was trained with another pairing of features and tokens: train it again",
-        f"pairing and rotary base {pair.config.rope.theta:g} do as well as any of {len(tried)} others",
+        "the pairing of tokens with features and the rotary settings",
     )
 
 
@@ -338,42 +425,27 @@ def _shipped_template(folder: Path) -> str | None:
 
 
 def norms(pair: Pair) -> Finding:
-    """Are numbers finite, and do the draft's norms stand where it was trained with them?"""
-    config = pair.config
+    """Are numbers finite, do the draft's norms stand where it was trained with them, and is every other
+    choice that its config makes the right one?"""
+    config, weights = pair.config, pair.params.weights
     bad = [
         jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, leaf in jax.tree_util.tree_leaves_with_path(pair.params.weights)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
         if not bool(jnp.all(jnp.isfinite(leaf)))
     ]
     if bad:
         return Finding("norms", "fail", f"{bad[0]} holds NaN or infinite numbers", "the file is damaged")
-    features = pair.features.read(config)
-    dtype = pair.params.weights["fc"].dtype
+    features = pair.features.read(config.taps)
+    dtype = pair.probe.dtype_of(weights)
     written = jnp.asarray(np.arange(features.shape[1]) < pair.texts.lengths[:, None])[:, :, None, None]
     if not bool(jnp.all(jnp.isfinite(jnp.where(written, features, 0).astype(dtype)))):
         return Finding(
             "norms", "fail", f"the target's features overflow {dtype}", "run the draft in bfloat16 or float32"
         )
-    tried = {}
-    for flags in _flag_changes(config):
-        name = ", ".join(f"{k}={v}" for k, v in flags.items())
-        tried[name] = pair.try_(config=dataclasses.replace(config, **flags))
-    if config.version == 1:
+    setup = (config, pair.params)
+    tried = pair.try_each(pair.probe.norm_choices(setup, pair.file))
+    tried |= pair.try_each(pair.probe.part_choices(setup, pair.file, pair.target))
+    if FINAL in config.taps:
         last = pair.features.boundary[:, :, -1:]
         tried["the state before the final norm"] = pair.try_(features=last)
-    return pair.judge(
-        "norms",
-        tried,
-        "set these in the draft's config.json",
-        f"{dtype} holds every number; no other place of the norms does better",
-    )
-
-
-def _flag_changes(config: EagleConfig) -> list[dict[str, Any]]:
-    if config.version == 1:
-        return []
-    changes: list[dict[str, Any]] = [{"norm_before_residual": not config.norm_before_residual}]
-    if config.head_norm:
-        changes.append({"feed_normed": not config.feed_normed})
-        changes.append({"head_norm": False, "feed_normed": False})
-    return changes
+    return pair.judge("norms", tried, "set these in the draft's config.json", f"{dtype} holds every number")

@@ -1,9 +1,9 @@
 """What a draft would have got right on texts that the target wrote: acceptance without decoding.
 
-A chain drafted behind token t is accepted as far as it says what the target wrote. ``unroll`` runs the draft
-k steps ahead of every position of a text at once, so one pass over the text gives the acceptance of every
-round that could have begun there, and any change of the pair (other boundaries, another rotary base, another
-basis) can be tried on the same text.
+A chain drafted behind token t is accepted as far as it says what the target wrote. A family's probe runs
+the draft k steps ahead of every position of a text at once, so one pass over the text gives the acceptance of
+every round that could have begun there, and any change of the pair (other boundaries, another rotary base,
+another basis) can be tried on the same text.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.drafts.eagle import model as eagle_model
-from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.model import EagleParams
-from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.errors import RequestError
 from eaglejax.models import decoder
-from eaglejax.models.config import ModelConfig
+from eaglejax.models.config import FINAL, Boundary, ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.visible import Causal
 
@@ -83,35 +79,9 @@ class Features:
         """One causal forward a text."""
         return cls(*_boundaries(target.config, target.params, jnp.asarray(texts.tokens)))
 
-    def read(self, config: EagleConfig, aux: Sequence[int] | None = None) -> jax.Array:
-        """[B, T, A, H] that a draft reads; ``aux`` in place of the configuration's boundaries."""
-        if config.reads_final:
-            return self.hidden[:, :, None]
-        return self.boundary[:, :, np.asarray(config.aux if aux is None else aux)]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _guesses(
-    config: EagleConfig, params: EagleParams, features: jax.Array, tokens: jax.Array, steps: int
-) -> jax.Array:
-    """Draft ids [steps, B, T - 1] of the likeliest token of each pass; one text at a time, for the logits'
-    sake."""
-
-    def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
-        seen, text = row
-        states = unroll(params, config, seen[None, :-1], text[None, 1:], steps)
-        return jnp.stack([jnp.argmax(eagle_model.logits(params, config, s)[0], -1) for s in states])
-
-    return jax.lax.map(one, (features, tokens)).swapaxes(0, 1)
-
-
-def guesses(
-    config: EagleConfig, params: EagleParams, features: jax.Array, texts: Texts, steps: int
-) -> np.ndarray:
-    """Draft ids [steps, B, T - 1]: pass k of row t guesses token t + 2 + k."""
-    # Which boundaries were read and in which basis makes no other program.
-    config = dataclasses.replace(config, aux=(), basis=None)
-    return np.asarray(_guesses(config, params, features, jnp.asarray(texts.tokens), steps))
+    def read(self, taps: Sequence[Boundary]) -> jax.Array:
+        """[B, T, A, H] of what a draft reads, in the order of ``taps``."""
+        return jnp.stack([self.hidden if t == FINAL else self.boundary[:, :, int(t)] for t in taps], axis=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,10 @@ import numpy as np
 
 from eaglejax.drafts.detect import check_basis
 from eaglejax.drafts.eagle.config import EagleConfig, default_boundaries
-from eaglejax.drafts.eagle.files.load import bind, draft_folder, head_matrix, read_weights, target_head
+from eaglejax.drafts.eagle.files.load import bind, head_matrix, read_weights, target_head
 from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
 from eaglejax.drafts.eagle.model import EagleParams, Weights
+from eaglejax.drafts.files import draft_path
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import PackedWeight, embedding
@@ -292,7 +293,7 @@ def _existing(config: EagleConfig, settings: TrainSettings, target: Target, data
 def _read_existing(settings: TrainSettings) -> DraftFile:
     """The file of the draft to go on from, with the boundaries that the settings name, if they do."""
     wanted, start = settings.draft, settings.draft.start
-    file = read_draft(draft_folder(start), aux=wanted.aux or None)
+    file = read_draft(draft_path(start), aux=wanted.aux or None)
     config = file.config
     if config.version != settings.objective.version:
         raise ConfigError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eaglejax.checkpoint.files import read_json, write_text
-from eaglejax.drafts.eagle.files.load import draft_folder
+from eaglejax.drafts.files import draft_path
 from eaglejax.errors import ConfigError
 from eaglejax.identity import digest
 from eaglejax.train.curate import place
@@ -164,7 +164,7 @@ def draft_digest(spec: str) -> str:
     """SHA-256 of a draft's configuration and weight files, 32 hexadecimal digits; ``spec`` as ``load_draft``
     has it."""
     found = hashlib.sha256()
-    folder = draft_folder(spec)
+    folder = draft_path(spec)
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         found.update(path.name.encode())
         found.update(path.read_bytes())

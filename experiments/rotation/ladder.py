@@ -29,10 +29,11 @@ from eaglejax.config import BadRow, read_prompts
 from eaglejax.drafts.align import align_params
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.features import FeatureAdapter
-from eaglejax.drafts.eagle.files.load import bind, draft_folder, read_weights
+from eaglejax.drafts.eagle.files.load import bind, read_weights
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.model import EagleParams
+from eaglejax.drafts.features import FeatureAdapter
+from eaglejax.drafts.files import draft_path
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.models.target import Target
 from eaglejax.rotation.basis import Basis
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def study(args: argparse.Namespace) -> Path:
     """The result file of one run; of the prompts' file it keeps the name, not the place."""
     original = ej.load_target(args.target, dtype=args.dtype)
-    file = read_draft(draft_folder(args.draft))
+    file = read_draft(draft_path(args.draft))
     config = file.config.fit(original.config)
     weights = read_weights(file, original.dtype)
     prompts = [_encoded(original, row) for row in read_prompts(args.prompts)[: args.limit]]

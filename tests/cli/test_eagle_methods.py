@@ -8,9 +8,11 @@ from tiny_draft import EAGLE3, write_eagle
 
 import eaglejax as ej
 from eaglejax.checkpoint import demo as demo_files
-from eaglejax.cli import methods, trees
+from eaglejax.cli import methods
 from eaglejax.config import SpeculativeConfig, parse_speculative_config
-from eaglejax.drafts.draft_model.load import is_eagle
+from eaglejax.drafts import trees
+from eaglejax.drafts.files import opened
+from eaglejax.drafts.registry import recognise
 from eaglejax.errors import CheckpointError, ConfigError, MismatchError
 
 F32 = ["--dtype", "float32", "--max-new-tokens", 8]
@@ -40,8 +42,8 @@ def test_a_draft_alone_says_what_it_is(answer, drafts, model, monkeypatch):
     answer("--draft", model, "--speculative-config", '{"num_speculative_tokens": 2}')
     assert asked[-1] == "draft_model"
     # Of a whole model and a draft the tensors differ, whatever the folders are called.
-    assert is_eagle(drafts["eagle3"])
-    assert not is_eagle(model)
+    assert recognise(opened(drafts["eagle3"])).name == "EAGLE"
+    assert recognise(opened(model)).name == "whole model"
 
 
 def test_layers_read_by_a_convention_are_said(answer, drafts):

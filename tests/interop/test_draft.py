@@ -272,7 +272,7 @@ def test_drafts_that_have_no_counterpart_are_refused():
 
 
 def test_the_adapters_of_a_rotated_target_turn_features():
-    from eaglejax.drafts.eagle.features import FeatureAdapter
+    from eaglejax.drafts.features import FeatureAdapter
 
     target, draft = pair(1)
     rng = np.random.default_rng(5)
@@ -361,7 +361,7 @@ def test_without_torch_there_is_a_clear_error_and_names_still_work(tmp_path):
 def test_the_demo_model_and_its_shipped_draft_in_torch():
     from eaglejax.api import generate
     from eaglejax.checkpoint.target import load_target
-    from eaglejax.drafts.eagle.files.load import load_draft
+    from eaglejax.drafts.registry import load_draft
 
     target = load_target("demo", dtype="float32")
     draft = load_draft("demo", target)

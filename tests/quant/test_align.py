@@ -15,13 +15,14 @@ from eagle_loop import draft_config, make_target, target_config
 
 from eaglejax.checkpoint.basis_file import find_basis, write_basis
 from eaglejax.drafts import align
-from eaglejax.drafts.align_file import align_file, write_aligned
 from eaglejax.drafts.eagle import model as eagle_model
-from eaglejax.drafts.eagle.files.load import bind, load_draft
+from eaglejax.drafts.eagle.align_file import align_file, write_aligned
+from eaglejax.drafts.eagle.files.load import bind
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.files.write import tensors_of_file, tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.model import EagleParams
 from eaglejax.drafts.eagle.unroll import unroll
+from eaglejax.drafts.registry import load_draft
 from eaglejax.errors import CheckpointError, ConfigError, MismatchError
 from eaglejax.models import decoder
 from eaglejax.models.target import Target

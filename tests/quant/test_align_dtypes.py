@@ -6,7 +6,7 @@ import pytest
 from eagle_cases import make
 from eagle_loop import draft_config, make_target, target_config
 
-from eaglejax.drafts.align_file import align_file, write_aligned
+from eaglejax.drafts.eagle.align_file import align_file, write_aligned
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.rotation.rotate import Rotation, rotate_target

@@ -13,9 +13,10 @@ from eagle_loop import draft_config, make_target, target_config
 import eaglejax as ej
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.detect import check_basis
-from eaglejax.drafts.eagle.files.load import bind, load_draft
+from eaglejax.drafts.eagle.files.load import bind
 from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.proposer import Eagle
+from eaglejax.drafts.registry import load_draft
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import MismatchError
 from eaglejax.rotation.rotate import Rotation, rotate_target

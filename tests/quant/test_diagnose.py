@@ -15,8 +15,8 @@ import tiny_pair
 from tiny_model import TEMPLATE, byte_tokenizer
 
 from eaglejax.checkpoint.tokenizer import load_tokenizer
-from eaglejax.drafts.align_file import align_file, write_aligned
 from eaglejax.drafts.autoregressive import Autoregressive
+from eaglejax.drafts.eagle.align_file import align_file, write_aligned
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.measure import diagnose as tests

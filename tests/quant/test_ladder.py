@@ -11,10 +11,11 @@ import functools
 import pytest
 import tiny_pair
 
+from eaglejax.drafts.eagle.probe import guesses
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import RequestError
-from eaglejax.measure.quality import Features, acceptance, guesses
+from eaglejax.measure.quality import Features, acceptance
 from eaglejax.rotation.rotate import Rotation, rotate_target
 from experiments.rotation.ladder import RUNGS, rung
 
@@ -68,7 +69,9 @@ def test_measured_acceptance_is_what_decoding_accepts():
     config, params = tiny_pair.draft("eagle3")
     tokens, trace = climb("original", "eagle3")
     texts = tiny_pair.written()
-    drafted = guesses(config, params, Features.of(tiny_pair.target(), texts).read(config), texts, LENGTH)
+    drafted = guesses(
+        config, params, Features.of(tiny_pair.target(), texts).read(config.taps), texts.tokens, LENGTH
+    )
     for row, (prompt, counts) in enumerate(zip(tiny_pair.PROMPTS, trace, strict=True)):
         root = len(prompt)  # the first answered token
         for count in counts[1:-1]:

@@ -12,9 +12,10 @@ from test_start import SAMPLES, settings_with
 from tiny_model import write_model
 
 import eaglejax as ej
-from eaglejax.drafts.eagle.files.load import head_matrix, load_draft
+from eaglejax.drafts.eagle.files.load import head_matrix
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
+from eaglejax.drafts.registry import load_draft
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import embedding, linear
 from eaglejax.quant import Plan, get_scheme, quantize_target

@@ -10,10 +10,11 @@ import pytest
 from train_tools import EXPERTS, draft_config, leaves_equal, packed
 
 from eaglejax.drafts.eagle import model as eagle_model
-from eaglejax.drafts.eagle.files.load import load_draft, read_weights
+from eaglejax.drafts.eagle.files.load import read_weights
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.files.write import FORMS, tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.model import EagleParams, init_eagle
+from eaglejax.drafts.registry import load_draft
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.nn.cache import Placement
 from eaglejax.nn.visible import Causal

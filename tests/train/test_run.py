@@ -15,7 +15,7 @@ from train_tools import leaves_equal
 
 from eaglejax.api import generate
 from eaglejax.checkpoint.files import only_writer
-from eaglejax.drafts.eagle.files.load import load_draft
+from eaglejax.drafts.registry import load_draft
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import CheckpointError, ConfigError, EaglejaxError, MismatchError
 from eaglejax.train import trainer as module

@@ -10,10 +10,10 @@ from tiny_model import HEAD_DIM, HEADS, HIDDEN
 from train_tools import draft_config
 
 from eaglejax.drafts.eagle import model as eagle_model
-from eaglejax.drafts.eagle.files.load import load_draft
 from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.model import EagleParams, init_eagle
 from eaglejax.drafts.eagle.unroll import unroll
+from eaglejax.drafts.registry import load_draft
 from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import random_target

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from eaglejax.checkpoint.hf import (
     MARKER,
     RULES,
     NormalizedStore,
-    open_weights,
+    plain_name,
     quantized_form,
 )
 from eaglejax.checkpoint.quantized.compressed_tensors import tensors as compressed_tensors
@@ -49,11 +49,10 @@ _OF_A_MODEL = frozenset(
 )
 
 
-def holds_target(folder: Path) -> bool:
-    """Whether a folder that is no EAGLE draft holds a target: by its layout, or by what it has names for."""
-    if quantized_form(folder) is not None:
-        return True
-    return _OF_A_MODEL.issubset(NormalizedStore(open_weights(folder), str(folder)).names())
+def holds_target(folder: Path, names: Collection[str]) -> bool:
+    """Whether a folder that is no draft of another kind holds a target: by its layout, or by the ``names`` of
+    its tensors."""
+    return quantized_form(folder) is not None or {plain_name(name) for name in names} >= _OF_A_MODEL
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -1,21 +1,25 @@
-"""Loading a smaller model as a draft, and telling such a model from an EAGLE draft."""
+"""Loading a smaller model as a draft."""
 
 from __future__ import annotations
 
-import os
+import dataclasses
+from pathlib import Path
 from typing import Any
 
-from eaglejax.checkpoint.demo import DEMO_DRAFTS
-from eaglejax.checkpoint.files import weight_files
-from eaglejax.checkpoint.hf import STEM, description_path, open_weights
-from eaglejax.checkpoint.sources import Spec, resolve
+from eaglejax.checkpoint.sources import Spec
 from eaglejax.checkpoint.target import load_target
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.draft_model.proposer import DraftModel
-from eaglejax.drafts.eagle.files.load import draft_folder
-from eaglejax.drafts.eagle.files.names import plain_name
 from eaglejax.errors import MismatchError
 from eaglejax.models.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModelFile:
+    """Where a model lies that is to draft; there is nothing to understand before it is loaded."""
+
+    path: Path
+    notes: tuple[str, ...] = ()
 
 
 def load_draft_model(
@@ -38,21 +42,3 @@ def load_draft_model(
         draft.config, length=length, vocab_size=target.config.vocab_size, cache_dtype=cache_dtype
     )
     return Bound(proposer, draft.params)
-
-
-def is_eagle(spec: Spec) -> bool:
-    """Whether ``spec`` is an EAGLE draft and not a whole model, by its tensors: every EAGLE draft has ``fc``.
-
-    Downloads what a Hub id names. Raises CheckpointError where there is nothing of that name.
-    """
-    if os.fspath(spec) in DEMO_DRAFTS:
-        return True
-    if resolve(spec).kind == "gguf":
-        return False
-    folder = draft_folder(spec)
-    if description_path(folder) is not None:
-        return False  # modelslim's files, whose names differ, hold whole models
-    if not weight_files(folder, STEM, ".safetensors")[0]:
-        # Whole models are read from safetensors alone.
-        return True
-    return any(plain_name(name) == "fc.weight" for name in open_weights(folder).names())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from eaglejax.drafts.align import Feature, Reads
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.models.config import FINAL, Boundary, ModelConfig
 from eaglejax.nn.block import Block, GroupedQuery, Norm
@@ -216,6 +217,12 @@ class EagleConfig:
     def reads_final(self) -> bool:
         """Whether the target's state behind its final norm is the feature, instead of boundaries."""
         return self.num_aux == 0
+
+    @property
+    def reads(self) -> Reads:
+        """What it takes from its target."""
+        features: tuple[Feature, ...] = ("final",) if self.reads_final else ("boundary",) * self.num_aux
+        return Reads(features, embedding=not self.own_embedding, head=not self.own_head)
 
     @property
     def fc_in(self) -> int:

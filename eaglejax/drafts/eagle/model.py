@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.features import FeatureAdapter
+from eaglejax.drafts.features import FeatureAdapter
 from eaglejax.kv_format import kv_format
 from eaglejax.nn import cache as caches
 from eaglejax.nn.cache import Cache, Placement

@@ -30,10 +30,11 @@ from eagle_files import (
 )
 
 from eaglejax.cli.convert import Convert
-from eaglejax.cli.inspect import Inspect, describe
+from eaglejax.cli.inspect import Inspect
 from eaglejax.drafts.eagle.files.dialects import rope_to_hf
 from eaglejax.drafts.eagle.files.load import read_weights
 from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.report import report as describe
 from eaglejax.drafts.eagle.files.write import FORMS, tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.model import init_eagle
 from eaglejax.errors import ConfigError

@@ -33,12 +33,13 @@ from eagle_files import (
 )
 
 from eaglejax.api import generate
-from eaglejax.cli.inspect import describe
 from eaglejax.drafts.eagle import model as eagle_model
-from eaglejax.drafts.eagle.files.load import bind, draft_plan, load_draft, read_weights
+from eaglejax.drafts.eagle.files.load import bind, draft_plan, read_weights
 from eaglejax.drafts.eagle.files.names import plain_name
 from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.report import report as describe
 from eaglejax.drafts.eagle.unroll import unroll
+from eaglejax.drafts.registry import load_draft
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import CheckpointError, ConfigError, MismatchError
 from eaglejax.models.target import random_target

@@ -17,11 +17,11 @@ from eagle_files import FLAT, VD, H, V, convert, make, maps, save, small_target
 from hypothesis import strategies as st
 
 from eaglejax.checkpoint.safetensors_io import Pending
-from eaglejax.cli.inspect import describe
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files.load import bind, read_weights
 from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.eagle.files.report import report as describe
 from eaglejax.drafts.eagle.files.write import FORMS, tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.model import init_eagle
 from eaglejax.errors import CheckpointError, ConfigError

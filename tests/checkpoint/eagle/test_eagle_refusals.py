@@ -21,9 +21,9 @@ from eagle_files import (
     small_target,
 )
 
-from eaglejax.drafts.eagle.files.load import load_draft
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.proposer import Eagle
+from eaglejax.drafts.registry import load_draft
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
 

@@ -11,8 +11,8 @@ import safetensors.numpy
 from eagle_files import FLAT, MADE, draft, maps, midlayer, rename, save
 
 from eaglejax.checkpoint.hf import open_weights
-from eaglejax.drafts.eagle.files.load import draft_folder
 from eaglejax.drafts.eagle.files.read import read_draft
+from eaglejax.drafts.files import draft_path
 from eaglejax.errors import CheckpointError
 
 TENSORS = rename(MADE.tensors, midlayer) | maps(MADE)
@@ -68,15 +68,15 @@ def test_a_hub_draft_without_safetensors_comes_in_one_pickle_or_in_shards(tmp_pa
         return str(folder / name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
-    assert draft_folder("some/draft@v2") == folder
+    assert draft_path("some/draft@v2") == folder
     assert asked == [("some/draft", "pytorch_model.bin", "v2")]
     shards = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
     index = {"weight_map": dict(zip("ab", shards, strict=True))}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     there = {*shards, "pytorch_model.bin.index.json"}
     asked.clear()
-    draft_folder("some/draft")
+    draft_path("some/draft")
     assert [name for _, name, _ in asked[1:]] == ["pytorch_model.bin.index.json", *shards]
     there = set()
     with pytest.raises(CheckpointError, match="cannot be fetched"):
-        draft_folder("some/draft")
+        draft_path("some/draft")

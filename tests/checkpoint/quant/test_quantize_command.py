@@ -13,7 +13,8 @@ import eaglejax as ej
 from eaglejax.checkpoint.basis_file import write_basis
 from eaglejax.checkpoint.quantized.write import source_config, write_quantized
 from eaglejax.checkpoint.sources import Source
-from eaglejax.drafts.draft_model.load import is_eagle
+from eaglejax.drafts.files import opened
+from eaglejax.drafts.registry import recognise
 from eaglejax.errors import ConfigError
 from eaglejax.quant.array import QuantArray
 
@@ -95,7 +96,7 @@ def test_in_the_form_of_modelslim(model, run, tmp_path):
     assert (status, text) == (0, "")
     assert "layers.*.gate" in table
     assert "relative RMS error" in table
-    assert not is_eagle(str(out))
+    assert recognise(opened(str(out))).name == "whole model"
     target = ej.load_target(out)
     assert (target.quantization, target.basis, target.tokenizer.eos_ids) == (
         "w4a8-g16",

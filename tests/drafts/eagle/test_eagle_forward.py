@@ -23,9 +23,9 @@ from eagle_cases import (
 )
 
 from eaglejax.drafts.eagle import model as eagle_model
-from eaglejax.drafts.eagle.features import FeatureAdapter
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.eagle.unroll import unroll
+from eaglejax.drafts.features import FeatureAdapter
 from eaglejax.drafts.tree import chain
 from eaglejax.nn.visible import Causal, Tree
 

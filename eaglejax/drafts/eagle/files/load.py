@@ -1,79 +1,24 @@
-"""Loading an EAGLE draft for a target: ``load_draft``."""
+"""The weights of an EAGLE draft, and what they borrow of a target."""
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.checkpoint.demo import DEMO_DRAFTS, demo_draft
-from eaglejax.checkpoint.files import read_json, weight_files
-from eaglejax.checkpoint.hf import STEM
-from eaglejax.checkpoint.sources import resolve
 from eaglejax.checkpoint.tables import Assignment, materialize, plan
-from eaglejax.config import AuxConvention
-from eaglejax.drafts.align import align_params, aligned
-from eaglejax.drafts.base import Bound
-from eaglejax.drafts.detect import check_basis
 from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.files.names import IGNORABLE, PICKLES, rules
-from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
+from eaglejax.drafts.eagle.files.names import IGNORABLE, rules
+from eaglejax.drafts.eagle.files.read import DraftFile
 from eaglejax.drafts.eagle.model import EagleParams, Weights, param_table
-from eaglejax.drafts.eagle.proposer import Eagle
-from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.models.target import Target, weight_dtype
+from eaglejax.errors import ConfigError
+from eaglejax.models.target import Target
 from eaglejax.pytree import unflatten
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.online import plain
-from eaglejax.rotation.tables import check_rotation
-
-
-def draft_folder(spec: str | os.PathLike[str]) -> Path:
-    """The folder of a draft: the shipped one (``demo``), an existing one, or a Hub id (owner/name, optionally
-    @revision), downloaded.
-
-    Published drafts may be pickles (``pytorch_model.bin``), which are fetched when there is nothing else;
-    they are read without being run. Raises CheckpointError.
-    """
-    if os.fspath(spec) in DEMO_DRAFTS:
-        return demo_draft(os.fspath(spec))
-    source = resolve(spec)
-    if source.kind != "folder":
-        raise CheckpointError(
-            f"{spec} is a GGUF file; an EAGLE draft is a folder with config.json and its weights"
-        )
-    hub = not Path(source.spec).expanduser().is_dir()
-    if hub and not weight_files(source.path, STEM, ".safetensors")[0]:
-        _fetch_pickles(os.fspath(spec))
-    return source.path
-
-
-def _fetch_pickles(spec: str) -> None:
-    """Download ``pytorch_model.bin`` of a Hub id, or the shards that its index names."""
-    import huggingface_hub
-
-    repo, _, revision = spec.partition("@")
-
-    def fetch(name: str) -> Path:
-        return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision or None))
-
-    single, index = PICKLES
-    try:
-        fetch(single)
-    except (OSError, ValueError) as error:
-        try:
-            shards = read_json(fetch(index)).get("weight_map") or {}
-            for name in sorted(set(shards.values())):
-                fetch(name)
-        except (OSError, ValueError):
-            raise CheckpointError(
-                f"{spec} holds no safetensors weights and its {single} cannot be fetched"
-            ) from error
 
 
 def draft_plan(file: DraftFile, dtype: Any) -> tuple[Weights, list[Assignment]]:
@@ -137,41 +82,3 @@ def head_matrix(target: Target, ids: np.ndarray | None = None, dtype: Any = None
     head, tied = target_head(target, ids)
     head = plain(head, dtype)
     return head.T if tied else head
-
-
-def load_draft(
-    spec: str | os.PathLike[str],
-    target: Target,
-    *,
-    dtype: Any = None,
-    method: Literal["auto", "eagle1", "eagle3"] = "auto",
-    aux_convention: AuxConvention = "auto",
-    aux: tuple[int, ...] | None = None,
-    align: bool = False,
-    **options: Any,
-) -> Bound:
-    """An EAGLE draft ready for ``generate(..., proposer=...)``.
-
-    ``spec``: a folder or a Hub id, in any published form (see ``docs/eagle.md``). ``dtype``: of its weights
-    (None: the target's). ``aux_convention``, ``aux``: see ``read_draft``. ``align``: the draft was made for
-    the original of this rotated target; map what it reads (see ``docs/rotation.md``). ``options``: settings
-    of ``Eagle`` (tree, sample, temperature, min_confidence, cache_dtype). Raises CheckpointError for a file
-    that is not understood, MismatchError for a draft of another target or in another basis than it,
-    ConfigError for options that cannot be.
-    """
-    file = read_draft(draft_folder(spec), aux_convention=aux_convention, aux=aux, method=method)
-    config = file.config.fit(target.config)
-    weights = read_weights(file, target.dtype if dtype is None else weight_dtype(dtype))
-    if not align:
-        check_basis(config, weights, target, draft=os.fspath(spec))
-        return Bound(Eagle(config, **options), bind(config, weights, target, file.ids))
-    basis = target.rotation
-    if basis is None:
-        raise ConfigError(
-            f"align is asked for, but {target.name} "
-            + ("comes without the matrix of its rotation" if target.basis else "is not rotated")
-        )
-    if "embed" in weights:
-        check_rotation(weights["embed"], target, basis, whose="the draft's embedding")
-    params = align_params(bind(config, weights, target, file.ids), config, basis)
-    return Bound(Eagle(aligned(config, basis), **options), params)

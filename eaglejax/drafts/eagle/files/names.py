@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from eaglejax.checkpoint.files import say_strays, weight_files
-from eaglejax.checkpoint.hf import STEM, open_weights
 from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Rule
-from eaglejax.checkpoint.torch_bin import TorchBinFile
+from eaglejax.drafts.files import TensorFile
 from eaglejax.errors import CheckpointError
 
 _WRAPPERS = re.compile(r"^(?:(?:model|module|draft_model|draft|eagle_module|eagle|language_model)\.)+")
@@ -80,20 +76,6 @@ def plain_name(name: str) -> str:
     return name
 
 
-class TensorFile(Protocol):
-    """What ``SafetensorsFile`` and ``TorchBinFile`` have in common."""
-
-    def names(self) -> Collection[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> np.dtype: ...
-
-    def array(self, name: str) -> np.ndarray: ...
-
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray: ...
-
-
 class PlainStore:
     """A tensor file seen through plain names. Raises ``CheckpointError`` when two tensors get the same
     one."""
@@ -125,30 +107,3 @@ class PlainStore:
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         return self._file.rows(self.stored[name], start, stop)
-
-
-_BIN = ("pytorch_model", ".bin")
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What a repository without safetensors may hold instead: one pickle, or the index of several."""
-
-
-def open_draft(folder: Path) -> PlainStore:
-    """The tensors of a folder: safetensors (one file or sharded), else ``pytorch_model.bin`` (one or
-    sharded). Files of other names are not taken for weights."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; a draft is a folder with config.json and its weights")
-    if weight_files(folder, STEM, ".safetensors")[0]:
-        return PlainStore(open_weights(folder), str(folder))
-    paths, places = weight_files(folder, *_BIN)
-    if paths:
-        file = TorchBinFile(paths)
-        lost = sorted(set(places) - set(file.names()))
-        if lost:
-            raise CheckpointError(f"{folder} lacks tensor {lost[0]!r}, which {PICKLES[1]} promises")
-        say_strays(folder, paths)
-        return PlainStore(file, str(folder))
-    found = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
-    hint = f"; {', '.join(found[:3])} is no name that producers give weights" if found else ""
-    raise CheckpointError(
-        f"{folder} holds no weights: neither model.safetensors nor {PICKLES[0]}, nor an index of shards{hint}"
-    )

@@ -19,10 +19,11 @@ from eaglejax.checkpoint.files import read_json
 from eaglejax.config import AuxConvention
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files import norms, parts
-from eaglejax.drafts.eagle.files.names import PlainStore, open_draft
+from eaglejax.drafts.eagle.files.names import PlainStore
 from eaglejax.drafts.eagle.files.settings import KEY
 from eaglejax.drafts.eagle.files.shapes import Shapes
 from eaglejax.drafts.eagle.files.vocabulary import rising, target_ids
+from eaglejax.drafts.files import DraftFiles
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.naming import known_name
 
@@ -49,26 +50,26 @@ class DraftFile:
 
 
 def read_draft(
-    folder: Path,
+    folder: Path | DraftFiles,
     *,
     aux_convention: AuxConvention = "auto",
     aux: tuple[int, ...] | None = None,
     method: Literal["auto", "eagle1", "eagle3"] = "auto",
 ) -> DraftFile:
-    """Understand the checkpoint in ``folder``.
+    """Understand the checkpoint in ``folder``, or in one that is open already.
 
     ``aux_convention`` says what layer ids in its config count; ``aux`` replaces them by boundaries.
     ``method``: refuse a checkpoint of the other kind. Raises CheckpointError or ConfigError that names what
     is missing, contradictory or not an EAGLE draft.
     """
-    folder = Path(folder)
-    raw = read_json(folder / "config.json")
+    files = folder if isinstance(folder, DraftFiles) else DraftFiles(str(folder), Path(folder))
+    raw = read_json(files.path / "config.json") if not files.raw else files.raw
     if raw.get("quantization_config"):
         raise CheckpointError(
-            f"{folder} holds quantised weights, which are not read; use the unquantised draft"
+            f"{files.path} holds quantised weights, which are not read; use the unquantised draft"
         )
-    store = open_draft(folder)
-    return _Reader(folder, raw, store).read(aux_convention, aux, method)
+    store = PlainStore(files.tensors, str(files.path))
+    return _Reader(files.path, raw, store).read(aux_convention, aux, method)
 
 
 class _Reader(Shapes):

@@ -1,0 +1,163 @@
+"""Kinds of drafts that are published and do not run here: recognised, so that they are refused by their own
+names instead of as broken drafts of another kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from eaglejax.drafts.files import DraftFiles
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownDraft:
+    """One kind. ``types``: what ``speculators_model_type``, ``model_type`` or an ``algorithm`` calls it;
+    ``architectures``: pattern of its class names; ``keys``: keys of config.json that it alone has; ``files``:
+    pattern of the names of weight files that it alone has; ``shown``: whether tensors of these names are its.
+    """
+
+    name: str
+    types: tuple[str, ...] = ()
+    architectures: str | None = None
+    keys: tuple[str, ...] = ()
+    files: str | None = None
+    shown: Callable[[Collection[str]], bool] = lambda names: False
+
+    def declared(self, raw: Mapping[str, Any]) -> str | None:
+        """What in config.json says so, None where nothing does."""
+        for key, value in stated_types(raw):
+            if value.lower().replace("-", "_") in self.types:
+                return f"{key} {value!r}"
+        for value in raw.get("architectures") or ():
+            if self.architectures and re.search(self.architectures, str(value)):
+                return f"architectures {value!r}"
+        for key in self.keys:
+            inner = raw.get("eagle_config")
+            for place in (raw, inner if isinstance(inner, Mapping) else {}):
+                value = place.get(key)
+                # A count of one step, a false or a null switches the kind off.
+                if value not in (None, False, 0, [], {}) and not (
+                    key == "parallel_draft_step" and value == 1
+                ):
+                    return f"{key} {value!r}" if isinstance(value, int | str) else key
+        return None
+
+    def holds(self, files: DraftFiles) -> bool:
+        """Whether the folder's weights are its, by the names of files or tensors."""
+        if files.gguf:
+            return False
+        pattern = self.files
+        if pattern and any(re.fullmatch(pattern, path.name) for path in files.path.iterdir()):
+            return True
+        return self.shown(files.names)
+
+
+def stated_types(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(key, value) wherever a config.json names the kind of model that it belongs to."""
+    inner = raw.get("speculators_config")
+    places = [
+        ("speculators_model_type", raw.get("speculators_model_type")),
+        ("speculators_config.algorithm", inner.get("algorithm") if isinstance(inner, Mapping) else None),
+        ("algorithm", raw.get("algorithm")),
+        ("spec_type", raw.get("spec_type")),
+        ("model_type", raw.get("model_type")),
+    ]
+    return [(key, value) for key, value in places if isinstance(value, str)]
+
+
+def _any(*patterns: str) -> Callable[[Collection[str]], bool]:
+    """Whether some name fits each of the patterns, wrappers left aside."""
+
+    def shown(names: Collection[str]) -> bool:
+        return all(any(re.search(pattern, name) for name in names) for pattern in patterns)
+
+    return shown
+
+
+def _dflash(names: Collection[str]) -> bool:
+    """One norm over the fused features for all layers, and layers that read H."""
+    return any(re.search(r"^(model\.)?hidden_norm\.weight$", n) for n in names) and _any(
+        r"(^|\.)fc\.weight$", r"layers\.0\.self_attn\.q_proj"
+    )(names)
+
+
+def _mtp_alone(names: Collection[str]) -> bool:
+    """The module's own projection and norms, without a model around it."""
+    return _any(r"(^|\.)(eh_proj|mtp\.fc|mtp_layers\.\d+\.\w+|input_proj)\.weight$|^mtp\.")(
+        names
+    ) and not any(re.search(r"^(model\.)?layers\.0\.self_attn\.", n) for n in names if "mtp" not in n)
+
+
+KNOWN: tuple[KnownDraft, ...] = (
+    KnownDraft(
+        "DSpark",
+        types=("dspark", "kv_native_dspark"),
+        architectures=r"(?i)dspark",
+        keys=("dspark_config", "dspark_block_size", "markov_rank"),
+        shown=_any(r"markov|confidence_head"),
+    ),
+    KnownDraft(
+        "DFlash",
+        types=("dflash", "dflash2", "domino"),
+        architectures=r"(?i)dflash|domino",
+        keys=("dflash_config",),
+        shown=_dflash,
+    ),
+    KnownDraft(
+        "P-EAGLE",
+        types=("peagle", "p_eagle", "parallel_eagle"),
+        architectures=r"(?i)p_?eagle|parallel.?eagle",
+        keys=("ptd_token_id", "parallel_drafting", "parallel_draft_step"),
+        shown=_any(r"(^|\.)(mask_hidden|mask_embedding|parallel_draft_heads)"),
+    ),
+    KnownDraft("PARD", types=("pard",), architectures=r"PARD", keys=("pard_token",)),
+    KnownDraft(
+        "Medusa",
+        types=("medusa",),
+        architectures=r"(?i)medusa",
+        keys=("medusa_num_heads", "medusa_num_layers"),
+        files=r"medusa_lm_head\.(pt|safetensors|bin)",
+        shown=lambda names: (
+            _any(r"(^|\.)(medusa_head|blocks\.0\.layers\.0)\.")(names)
+            or _any(r"^0\.0\.linear\.weight$", r"^0\.\d+\.weight$")(names)
+        ),
+    ),
+    KnownDraft(
+        "Hydra",
+        types=("hydra",),
+        architectures=r"(?i)hydra",
+        keys=("hydra_num_heads", "hydra_num_layers", "hydra_head_arch"),
+        files=r"hydra_lm_head\.(pt|safetensors|bin)",
+        shown=_any(r"(^|\.)hydra_(head|mlp|lm_head)"),
+    ),
+    KnownDraft(
+        "MLP speculator",
+        types=("mlp_speculator",),
+        architectures=r"MLPSpeculator",
+        keys=("n_predict_mlp",),
+        shown=_any(r"(^|\.)emb\.0\.weight$", r"(^|\.)proj\.0\.weight$", r"(^|\.)head\.0\.weight$"),
+    ),
+    KnownDraft(
+        "ReDrafter",
+        types=("redrafter", "recurrent_drafter"),
+        architectures=r"(?i)(re|recurrent_?)drafter",
+        keys=("redrafter_num_layers",),
+    ),
+    KnownDraft(
+        "MTP",
+        types=(
+            "mtp",
+            "deepseek_mtp",
+            "mimo_mtp",
+            "glm4_moe_mtp",
+            "qwen3_next_mtp",
+            "ernie_mtp",
+            "longcat_flash_mtp",
+        ),
+        architectures=r"MTP|NextN|(?i:nextn)",
+        shown=_mtp_alone,
+    ),
+)
+"""Asked in this order, before the families that run: their patterns are the narrower ones."""
