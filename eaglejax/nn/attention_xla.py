@@ -69,6 +69,9 @@ def attend_xla(
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     b, n = q.shape[:2]
+    if block_tables is None and isinstance(slot_offset, int) and slot_offset == 0:
+        # A length that leaves no room for the new slots is cut, as writes are.
+        lengths = jnp.clip(lengths, 0, k.shape[2] - visible.slots(n))
     if block_tables is not None:
         k, v = (kv_codec.each(lambda x: _lay_out(x, block_tables), side) for side in (k, v))
     offset = jnp.broadcast_to(jnp.asarray(slot_offset, jnp.int32), (b,))[:, None]

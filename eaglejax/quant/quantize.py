@@ -220,6 +220,7 @@ def quantize_target(
         )
     if plan.keep:
         raise ConfigError("only a GGUF file has integers to keep; name the plan when the file is loaded")
+    target.config.require_grouped("quantisation")
     if search is not None:
         plan = dataclasses.replace(plan, search=search)
     packed = dict(pack_leaves(target.config, target.params, plan, statistics))
