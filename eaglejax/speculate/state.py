@@ -75,7 +75,7 @@ def as_compiled_for(stage: Callable[P, R]) -> Callable[P, R]:
 class Params:
     """Weights of the target and of the proposer (None where it has none)."""
 
-    target: Any
+    target: decoder.Params
     draft: Any = None
 
 

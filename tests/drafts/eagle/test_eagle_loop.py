@@ -22,6 +22,7 @@ from eagle_loop import (
     own_layer_pair,
     target_config,
 )
+from width_tools import Turns
 
 from eaglejax import sampling
 from eaglejax.drafts.autoregressive import Autoregressive
@@ -34,6 +35,7 @@ from eaglejax.models.target import Target
 from eaglejax.nn.visible import Causal
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import rounds
+from eaglejax.speculate.state import UNREAD
 
 CHOICES = from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7], [(7 * i) % 24 for i in range(19)])
@@ -69,6 +71,28 @@ def test_greedy_text_is_the_targets(version, changes, options):
     assert [r.token_ids for r in results] == plain()
     assert all(len(r.token_ids) == CONTEXT - len(p) for r, p in zip(results, PROMPTS, strict=True))
     assert all(r.stats.num_draft_tokens > 0 for r in results)
+
+
+@pytest.mark.slow
+def test_rounds_of_every_width_and_none_give_the_targets_text():
+    target, tree = greedy_target(), DynamicTree(3, 2, 6)
+    config = draft_config(target.config, 3)
+    params = join(make(config, seed=1), config, target)
+    results = decode(target, Eagle(config, tree), params, PROMPTS, widths=(1, 3, 6), policy=Turns(rest=5))
+    assert [r.token_ids for r in results] == plain()
+    for result in results:
+        assert {width for width, _ in result.stats.widths} == {1, 3, 6}
+
+
+def test_features_left_unread_are_read_before_the_next_draft():
+    """More rounds without a draft than may be left unread; the target's own layer then drafts as if it had
+    read every round."""
+    target, draft, params = own_layer_pair()
+    prompts = ([1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1])
+    how = {"widths": (1, 3, 5), "policy": Turns(rest=UNREAD + 1)}
+    for r in decode(target, Eagle(draft, chain(4)), params, prompts, tokens=UNREAD + 10, **how):
+        assert dict(r.stats.widths) == {1: UNREAD + 1, 3: 1, 5: 1}
+        assert r.stats.num_accepted_tokens == r.stats.num_draft_tokens == 4 + 2
 
 
 def test_the_targets_own_layer_as_eagle1_draft_is_accepted_whole():
