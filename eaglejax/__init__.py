@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from eaglejax.drafts.tree import StaticTree, chain, from_choices
     from eaglejax.errors import EaglejaxError
     from eaglejax.models.target import Target, random_target
-    from eaglejax.quant import Plan, calibrate, get_scheme, quantize_target
+    from eaglejax.quant import Plan, get_scheme, quantize_target
+    from eaglejax.quant.calibrate import calibrate
     from eaglejax.sampling import Sampling
     from eaglejax.speculate.generate import Generation, Piece
     from eaglejax.speculate.options import DecodeOptions

@@ -7,7 +7,6 @@ only for a folder that has no ``tokenizer.json``.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import hashlib
 import json
@@ -16,12 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.sandbox
 import tokenizers
 
+from eaglejax.checkpoint import chat_template as templates
 from eaglejax.checkpoint.files import read_json, read_text
 from eaglejax.conversation import Conversation, read_messages
 from eaglejax.errors import CheckpointError, ConfigError, RequestError
@@ -93,9 +89,10 @@ class Tokenizer:
         return copy
 
     @functools.cached_property
-    def _controls(self) -> tuple[re.Pattern[str], dict[str, tokenizers.AddedToken]]:
-        """A pattern of every control token as it is spelled, the longest first, and the tokens by text."""
-        tokens = {t.content: t for t in self.backend.get_added_tokens_decoder().values() if t.special}
+    def _controls(self) -> tuple[re.Pattern[str], dict[str, tuple[int, tokenizers.AddedToken]]]:
+        """A pattern of all control tokens as they are spelled, the longest first; ids and tokens by text."""
+        added = self.backend.get_added_tokens_decoder()
+        tokens = {t.content: (i, t) for i, t in added.items() if t.special}
         spelled = sorted(filter(None, tokens), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, spelled)) or r"(?!)"), tokens
 
@@ -133,14 +130,12 @@ class Tokenizer:
             raise RequestError(
                 "this model comes without a chat template; give a plain prompt instead of messages"
             )
-        try:
-            return _compile(self.chat_template).render(
-                messages=list(read_messages(messages)),
-                add_generation_prompt=add_generation_prompt,
-                **{"tools": None, "documents": None, **self.specials, **variables},
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise RequestError(f"the chat template rejects these messages: {error}") from error
+        given = {"tools": None, "documents": None, **self.specials, **variables}
+        return templates.render(
+            self.chat_template,
+            read_messages(messages),
+            {**given, "add_generation_prompt": add_generation_prompt},
+        )
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -152,7 +147,7 @@ class Tokenizer:
     def render(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> str:
         """``conversation`` as text by the chat template. Raises RequestError as ``render_chat`` does, and for
         a variable that the template does not read, which would change nothing."""
-        read = None if self.chat_template is None else _variables(self.chat_template)
+        read = None if self.chat_template is None else templates.variables_read(self.chat_template)
         if read is not None and (unread := sorted(set(conversation.variables) - read)):
             raise RequestError(
                 f"this model's chat template does not read {unread[0]!r}; it reads "
@@ -189,7 +184,7 @@ class Tokenizer:
         ids: list[int] = []
         at, strip = 0, False
         for found in [*pattern.finditer(text), None]:
-            token = None if found is None else controls[found[0]]
+            here, token = (None, None) if found is None else controls[found[0]]
             plain = text[at : len(text) if found is None else found.start()]
             plain = plain.lstrip() if strip else plain
             plain = plain.rstrip() if token is not None and token.lstrip else plain
@@ -198,8 +193,8 @@ class Tokenizer:
                 behind = [] if at == 0 else [_ANCHOR]
                 parts = self.encode("".join([*behind, plain]), special=False, split_special_tokens=True)
                 ids += parts[len(behind) :]
-            if found is not None and token is not None:
-                ids.append(self.backend.token_to_id(token.content))
+            if found is not None and here is not None and token is not None:
+                ids.append(here)
                 at, strip = found.end(), token.rstrip
         return ids
 
@@ -211,60 +206,6 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(
             json.dumps(config, ensure_ascii=False), encoding="utf-8"
         )
-
-
-def _environment() -> jinja2.sandbox.SandboxedEnvironment:
-    """The environment that chat templates are written for: sandboxed, blocks trimmed, loop controls."""
-
-    def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-        # jinja's own filter escapes HTML, which would change the prompt.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(pattern: str) -> str:
-        return datetime.datetime.now().strftime(pattern)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    return environment
-
-
-@functools.lru_cache(maxsize=16)
-def _variables(template: str) -> frozenset[str]:
-    """Names that a template reads from outside."""
-    environment = _environment()
-    try:
-        found = jinja2.meta.find_undeclared_variables(environment.parse(template))
-    except jinja2.TemplateSyntaxError as error:
-        raise _broken(error) from error
-    return frozenset(found) - set(environment.globals)
-
-
-def _broken(error: jinja2.TemplateSyntaxError) -> CheckpointError:
-    return CheckpointError(f"the model's chat template is not valid jinja (line {error.lineno}): {error}")
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise _broken(error) from error
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}``: marks what the assistant says; it renders as its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from eaglejax.devices import environment
 from eaglejax.errors import EaglejaxError
 
 INTERRUPTED, NO_READER = 130, 141
@@ -32,6 +33,7 @@ def run_command(
 
         made = kind if isinstance(kind, type) else kind()
         command = tyro.cli(made, args=argv, config=(tyro.conf.FlagCreatePairsOff,), **about)
+        environment.check(os.environ)
         with _warnings_in_a_line():
             status = command.run()
         sys.stdout.flush()

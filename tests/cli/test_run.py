@@ -115,6 +115,36 @@ def test_what_may_go_wrong_is_said_in_a_line(capfd, error, words):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("EAGLEJAX_NO_NATIVE", "yes", "it is 1 (on), or 0 or empty (off)"),
+        ("EAGLEJAX_NO_XLA_FLAGS", "true", "it is 1 (on), or 0 or empty (off)"),
+        ("EAGLEJAX_NO_COMPILE_CACHE", "2", "it is 1 (on), or 0 or empty (off)"),
+        ("EAGLEJAX_NATIVE_LEVEL", "avx513", "it is one of avx512-bf16"),
+    ],
+)
+def test_values_of_the_environment_that_mean_nothing(capfd, monkeypatch, name, value, right):
+    monkeypatch.setenv(name, value)
+    assert run_command(failing(AssertionError("it ran")), []) == 2
+    err = capfd.readouterr().err
+    assert err.startswith(f"error: {name} is '{value}'; {right}")
+    monkeypatch.setenv(name, "")
+    assert run_command(failing(ej.EaglejaxError("it ran")), []) == 2
+
+
+def test_a_platform_that_is_not_there(monkeypatch):
+    code = "import sys, jax; from eaglejax.cli.main import main; sys.exit(main(['doctor']))"
+    environ = os.environ | {"JAX_PLATFORMS": "magic"}
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 2, child.stderr
+    assert child.stderr.splitlines()[-1].startswith(
+        "error: JAX_PLATFORMS=magic: Unable to initialize backend"
+    )
+
+
 def test_a_fault_of_ours_keeps_its_traceback():
     for error in (RuntimeError("a bug"), KeyError("a bug"), OSError("a bug")):
         with pytest.raises(type(error), match="a bug"):
