@@ -100,14 +100,18 @@ def initialize(table: Any, key: jax.Array) -> Any:
 
 
 def shardings(table: Any, mesh: Mesh, rules: Mapping[str, str]) -> Any:
-    """The table as ``NamedSharding`` leaves; ``rules``: logical axis -> mesh axis (absent: replicated). A
-    dimension that the devices of its mesh axis do not divide is replicated, too."""
+    """The table as ``NamedSharding`` leaves; ``rules``: logical axis -> mesh axis (absent: replicated).
 
-    def axis(name: str | None, size: int) -> str | None:
-        found = rules.get(name) if name else None
-        return found if found is not None and size % mesh.shape[found] == 0 else None
+    A dimension is replicated, too, where its mesh axis splits an earlier one already (experts before their
+    width) or has a number of devices that does not divide it.
+    """
 
     def of(info: ArrayInfo) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*map(axis, info.axes, info.shape)))
+        spec: list[str | None] = []
+        for name, size in zip(info.axes, info.shape, strict=True):
+            axis = rules.get(name) if name else None
+            splits = axis in mesh.shape and axis not in spec and size % mesh.shape[axis] == 0
+            spec.append(axis if splits else None)
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree.map(of, table, is_leaf=is_info)

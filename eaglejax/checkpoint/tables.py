@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from eaglejax import pytree
 from eaglejax.checkpoint.safetensors_io import ALIGNMENT
+from eaglejax.devices.adapter import MeshDefaults
 from eaglejax.errors import CheckpointError, ConfigError
 
 
@@ -182,22 +183,16 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-MESH_AXIS = "model"
-"""Axis of a mesh over which weights are divided."""
-
-_DIVIDED = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), MESH_AXIS)
-"""Logical axes that are: each device holds some heads, some rows of the MLP and some of the vocabulary."""
-
-
 def placement(table: Any, mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
     """How a leaf of the table, by its path, comes to where it is used: in one piece on the default device,
     or, with a ``mesh``, to each device its part of it, which is all that it ever holds. Raises ConfigError
-    for a mesh without an axis ``model``."""
+    for a mesh of axes that are not known."""
     if mesh is None:
         return lambda path, value: jax.device_put(value, may_alias=True)
-    if MESH_AXIS not in mesh.shape:
-        raise ConfigError(f"the mesh has the axes {mesh.axis_names}; weights are divided over {MESH_AXIS!r}")
-    places = pytree.shardings(table, mesh, _DIVIDED)
+    defaults = MeshDefaults()
+    if not set(defaults.axes) & set(mesh.axis_names):
+        raise ConfigError(f"the mesh has the axes {mesh.axis_names}; known are {', '.join(defaults.axes)}")
+    places = pytree.shardings(table, mesh, dict(defaults.rules))
     named = {
         jax.tree_util.keystr(path, simple=True, separator="."): sharding
         for path, sharding in jax.tree_util.tree_flatten_with_path(places)[0]

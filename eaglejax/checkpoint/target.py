@@ -38,15 +38,15 @@ def load_target(
 
     ``quant``: quantise while loading: a scheme's name (``w8a8``, ``w4a8-g32``, ...), a Scheme or a Plan.
     For a GGUF file ``keep`` leaves weights that are int8 or int4 there as they are and takes activations in
-    their float dtype, ``keep-a8`` takes them in int8; ``checkpoint.gguf_packed`` says what is kept exactly
+    their float dtype, ``keep-a8`` takes them in int8; ``checkpoint.gguf.packed`` says what is kept exactly
     and what is requantised. Static schemes and smoothing need calibration, so that they are for
     ``quantize_target``.
 
     ``eos``: further tokens, ids or their text, that end a text. A model whose files name none that its
     tokenizer knows is warned of: its answers go on to their length limit.
 
-    ``mesh``: devices over whose axis ``model`` plain weights are divided as they are read, so that no device
-    ever holds a whole one. Quantised weights are not divided.
+    ``mesh``: devices among which plain weights are divided as they are read (see ``docs/devices.md``),
+    so that no device ever holds a whole one. Quantised weights are not divided.
 
     Raises ``CheckpointError``, ``ConfigError`` or ``MismatchError`` naming what is wrong.
     """

@@ -15,6 +15,7 @@ import transformers
 
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.checkpoint.target import load_target
+from eaglejax.devices.adapter import MeshDefaults
 from eaglejax.errors import ConfigError, MismatchError, RequestError
 from eaglejax.models import decoder
 from eaglejax.models.target import random_target
@@ -72,16 +73,19 @@ def test_a_mesh_divides_weights_as_they_are_read(folder, gguf_path):
         assert parts.params["embed"].sharding.mesh == mesh
     with pytest.raises(ConfigError, match="leave it out for quantised ones"):
         load_target(gguf_path, quant="w8a8", mesh=mesh)
-    with pytest.raises(ConfigError, match="weights are divided over 'model'"):
-        load_target(folder, mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)))
+    with pytest.raises(ConfigError, match="known are data, model"):
+        load_target(folder, mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)))
 
 
 def test_what_the_devices_do_not_divide_stays_whole():
+    experts = ArrayInfo((4, 8, 6), np.float32, ("experts", "embed", "mlp"))
     infos = {
         "a": ArrayInfo((6, 4), np.float32, ("vocab", "embed")),
+        "c": experts,
         "b": ArrayInfo((7,), np.float32, ("vocab",)),
     }
-    places = shardings(infos, jax.sharding.AbstractMesh((2,), ("model",)), {"vocab": "model"})
+    places = shardings(infos, jax.sharding.AbstractMesh((2,), ("model",)), dict(MeshDefaults().rules))
+    assert tuple(places["c"].spec) == ("model", None, None)
     assert (tuple(places["a"].spec), tuple(places["b"].spec)) == (("model", None), (None,))
 
 
