@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_tools import CASES, decode, greedy_texts, prompts
+from cases import CASES
+from loop_tools import decode, greedy_texts, prompts
 
 from eaglejax.errors import ConfigError
 from eaglejax.speculate import costs

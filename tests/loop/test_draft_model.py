@@ -9,13 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_tools import CAPACITY, VOCAB, full_forward, lively, pad, prompts, tiny_config
+from cases import CASES
+from loop_tools import (
+    CAPACITY,
+    VOCAB,
+    full_forward,
+    greedy_texts,
+    lively,
+    one_round,
+    pad,
+    prompts,
+    start,
+    tiny_config,
+    tiny_target,
+)
 
 from eaglejax import sampling
 from eaglejax.drafts.base import Draft, Observation
 from eaglejax.drafts.draft_model.proposer import DraftModel
 from eaglejax.errors import ConfigError
 from eaglejax.sampling import RowSampling, Sampling
+from eaglejax.speculate import rounds
 
 K = 3
 HOT = Sampling(temperature=0.8, top_p=0.95, frequency_penalty=0.9, presence_penalty=0.3, seed=3)
@@ -120,3 +134,13 @@ def test_nan_weights_cost_the_draft_and_nothing_else() -> None:
 def test_refuses(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="DraftModel"):
         DraftModel(CONFIG, **settings)
+
+
+def test_a_model_that_drafts_for_itself_is_always_accepted() -> None:
+    case, target = CASES["draft_model"], tiny_target()
+    program = rounds.Program(target.config, case.proposer)
+    params = rounds.Params(target.params, case.params(greedy_texts(prompts()), turn=0))
+    state = start(program, params)
+    for _ in range(4):
+        state, record = one_round(program, params, state)
+        assert (record.accepted == case.proposer.length).all()

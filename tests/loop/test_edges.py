@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import CASES
 from loop_tools import (
     BATCH,
-    CASES,
     CONTEXT,
     GREEDY,
     VOCAB,
@@ -225,18 +225,6 @@ def test_rows_without_a_budget_and_prompts_at_the_context_beside_others() -> Non
         for empty in results[1:]:
             assert (empty.token_ids, empty.text) == ([], "")
             assert (empty.finish_reason, empty.stats.num_tokens) == ("length", 0)
-
-
-@pytest.mark.parametrize("name", ["ngram", "draft_model", "mixed"])
-def test_prompts_shorter_than_a_block(name: str) -> None:
-    """A44: prompts of every length up to a block's and one more, beside each other."""
-    rng = np.random.default_rng(8)
-    case = CASES[name]
-    for sizes in ((2, 3, 4), (5, 6, 1)):
-        starts = tuple(tuple(rng.integers(0, VOCAB, size).tolist()) for size in sizes)
-        texts = greedy_texts(starts)
-        results = decode(case.proposer, case.params(texts, turn=1), starts)
-        assert [r.token_ids for r in results] == [list(t[n:]) for t, n in zip(texts, sizes, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from cases import CASES
 from loop_tools import (
     BATCH,
-    CASES,
     CONTEXT,
     GREEDY,
     NO_EOS,
@@ -17,9 +17,9 @@ from loop_tools import (
     decode,
     greedy_texts,
     prompts,
+    start,
     tiny_target,
 )
-from test_state import start
 
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.speculate import rounds

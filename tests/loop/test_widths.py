@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from loop_tools import CASES, decode, full_forward, greedy_texts, pad, prompts, tiny_target
-from test_state import assert_cache_is, start
+from cases import CASES
+from loop_tools import decode, full_forward, greedy_texts, pad, prompts, start, tiny_target
 from width_tools import Turns
 
 from eaglejax.errors import ConfigError
@@ -47,7 +47,13 @@ def test_what_was_left_unread_is_caught_up_with() -> None:
         if turn in (4, rest - 1, rest + 1):
             whole = catch_up(program, params, state)
             assert np.asarray(whole.proposer.cache.lengths).tolist() == lengths.tolist()
-            assert_cache_is(whole.proposer.cache, lengths, reference)
+            for cached, fresh in zip(
+                jax.tree.leaves(whole.proposer.cache.layers), jax.tree.leaves(reference.layers), strict=True
+            ):
+                for row, length in enumerate(lengths):
+                    np.testing.assert_allclose(
+                        cached[row, :, :length], fresh[row, :, :length], rtol=2e-4, atol=2e-5
+                    )
     assert seen == [1] * rest + [3, 2]
 
 

@@ -5,5 +5,5 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [
-    str(TESTS / name) for name in ("models", "drafts/eagle", "loop", "checkpoint", "cli", "train")
+    str(TESTS / name) for name in ("models", "drafts/eagle", "conformance", "checkpoint", "cli", "train")
 ]

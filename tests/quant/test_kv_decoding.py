@@ -10,25 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import CASES
 from loop_tools import (
-    BATCH,
-    CAPACITY,
-    CASES,
-    CONTEXT,
-    GREEDY,
-    NO_EOS,
-    VOCAB,
-    WIDTH,
-    Case,
+    SEED,
+    Layers,
     decode,
+    full_forward,
+    greedy_texts,
+    lively,
     pad,
     prompts,
-    split,
     tiny_config,
     tiny_target,
 )
 
-from eaglejax import sampling
 from eaglejax.devices import Attention
 from eaglejax.drafts.draft_model.proposer import DraftModel
 from eaglejax.drafts.eagle import model as eagle_model
@@ -36,149 +31,41 @@ from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError
-from eaglejax.kv_format import FORMATS, KVFormat
+from eaglejax.kv_format import KVFormat
 from eaglejax.models import decoder
-from eaglejax.nn import kv_codec
 from eaglejax.nn.attention import attention_by
-from eaglejax.nn.cache import Cache, CacheScales
+from eaglejax.nn.cache import CacheScales
 from eaglejax.nn.visible import Causal, Tree
 from eaglejax.quant.kv import calibrate_cache
-from eaglejax.speculate import rounds
 
 
-@functools.partial(jax.jit, static_argnums=(1, 3))
-def full_forward(
-    params: Any, config: Any, tokens: jax.Array, form: str, scales: CacheScales | None
-) -> tuple[jax.Array, Cache]:
-    """Logits [B, T, V] and the cache after one causal forward over ``tokens`` [B, T] from nothing."""
-    batch, size = tokens.shape
-    place = jnp.broadcast_to(jnp.arange(size), (batch, size))
-    empty = decoder.init_cache(config, batch, size, form, scales)
-    out = decoder.forward(params, config, tokens, place, empty, Causal())
-    return decoder.unembed(params, config, out.hidden), out.cache
-
-
-@functools.cache
 def target_of(form: str) -> Any:
     """The tiny target with its cache in ``form``."""
-    target = tiny_target()
-    scales = calibrate_cache(target, prompts()) if KVFormat(form).static else None
-    return dataclasses.replace(target, cache_format=form, cache_scales=scales)
+    return Layers(form, cache=form).target()
 
 
-@functools.cache
-def greedy_texts(form: str) -> tuple[tuple[int, ...], ...]:
+def texts_of(form: str) -> tuple[tuple[int, ...], ...]:
     """Prompts continued to the context's end, one argmax at a time, over a cache in ``form``."""
-    target, texts = target_of(form), [list(p) for p in prompts()]
-    while min(map(len, texts)) < CONTEXT:
-        logits = full_forward(target.params, target.config, pad(texts), form, target.cache_scales)[0]
-        for row, text in enumerate(texts):
-            if len(text) < CONTEXT:
-                text.append(int(logits[row, len(text) - 1].argmax()))
-    return tuple(map(tuple, texts))
+    return greedy_texts(prompts(), Layers(form, cache=form))
 
 
-def start(
-    program: rounds.Program,
-    params: rounds.Params,
-    form: str,
-    scales: CacheScales | None,
-    inputs: Any = (),
-) -> Any:
-    """The state after the prompts."""
-    lengths = np.asarray([len(p) for p in prompts()])
-    state = rounds.jit_init_state(
-        program,
-        params,
-        sampling.rows([GREEDY] * BATCH, VOCAB, prompts()),
-        capacity=CAPACITY,
-        budget=jnp.asarray(CONTEXT - lengths, jnp.int32),
-        eos=jnp.asarray(NO_EOS, jnp.int32),
-        cache_dtype=KVFormat(form),
-        cache_scales=scales,
-        inputs=inputs,
-    )
-    text = pad(prompts(), CONTEXT + 1)
-    for begin in range(0, max(lengths), WIDTH):
-        count = np.clip(lengths - begin, 0, WIDTH).astype(np.int32)
-        parts = (text[:, begin : begin + WIDTH], text[:, begin + 1 : begin + WIDTH + 1], count)
-        last = jnp.asarray((count > 0) & (lengths <= begin + WIDTH))
-        state, _ = rounds.jit_prefill_chunk(program, params, state, *map(jnp.asarray, parts), last)
-    return state
-
-
-def sides(cache: Cache) -> list[kv_codec.Stored]:
-    return [side for layer in cache.layers for side in (layer.k, layer.v)]
-
-
-def assert_cache_is(cache: Cache, lengths: np.ndarray, reference: Cache) -> None:
-    """Every committed slot stands for the same numbers. A code may be the neighbour where rounding decides,
-    which few numbers show."""
-    for cached, fresh in zip(sides(cache), sides(reference), strict=True):
-        got, want = kv_codec.decode(cached), kv_codec.decode(fresh)
-        for row, length in enumerate(lengths):
-            a, b = np.asarray(got[row, :, :length]), np.asarray(want[row, :, :length])
-            assert np.isclose(a, b, rtol=2e-3, atol=2e-4).mean() > 0.99
-            assert np.linalg.norm(a - b) <= 0.03 * np.linalg.norm(b)
-
-
-NARROW = [name for name in FORMATS if not KVFormat(name).plain]
 KERNEL = Attention("pallas", "tpu", interpret=True)
-NARROW_DRAFT = Case(DraftModel(tiny_config(), length=2, cache_dtype="rotor4"), "model")
-FAST = [("turbo3", CASES["mixed"]), ("int8", NARROW_DRAFT)]
-LOOPS = FAST + [
-    pytest.param(form, case, marks=pytest.mark.slow)
-    for form in NARROW
-    for case in (CASES["mixed"], NARROW_DRAFT, CASES["prediction"])
-    if (form, case) not in FAST
-]
-
-
-@pytest.mark.parametrize(("form", "case"), LOOPS)
-def test_rounds_give_sequential_tokens_and_the_state_of_their_text(form: str, case: Case) -> None:
-    """Laws 1 and 4, and one program for every acceptance length."""
-    target, texts = target_of(form), greedy_texts(form)
-    program = rounds.Program(target.config, case.proposer)
-    reference = full_forward(target.params, target.config, pad(texts), form, target.cache_scales)[1]
-    sizes, accepted = [], []
-    for turn in (0, 1):
-        weights, inputs = split(case.proposer, case.params(texts, turn=turn))
-        params = rounds.Params(target.params, weights)
-        state = start(program, params, form, target.cache_scales, inputs)
-        lengths = np.asarray([len(p) for p in prompts()])
-        for _ in range(7):
-            assert np.asarray(state.cache.lengths).tolist() == lengths.tolist()
-            assert np.asarray(state.root).tolist() == [t[n] for t, n in zip(texts, lengths, strict=True)]
-            assert_cache_is(state.cache, lengths, reference)
-            state, records, _ = rounds.jit_run_rounds(
-                program, params, state, jax.device_put(np.int32(1)), most=4
-            )
-            count = np.asarray(records.count)[0]
-            for row, text in enumerate(texts):
-                end = lengths[row] + 1 + count[row]
-                assert np.asarray(records.tokens)[0, row, : count[row]].tolist() == list(
-                    text[lengths[row] + 1 : end]
-                )
-            accepted += np.asarray(records.accepted)[0].tolist()
-            lengths = lengths + count
-        sizes.append(rounds.jit_run_rounds._cache_size())
-    assert len(set(accepted)) > 1
-    assert sizes[0] == sizes[1]
 
 
 def test_the_formats_texts_are_not_all_the_same() -> None:
-    """Or else the test above would show nothing about what is read from the cache."""
-    assert greedy_texts("turbo3") != greedy_texts("int8")
+    """Or else the conformance suite would show nothing about what is read from the cache."""
+    assert texts_of("turbo3") != texts_of("int8")
 
 
 @pytest.mark.slow
 def test_whole_answers_with_narrow_caches_on_both_sides() -> None:
     """Through the public decoder: formats of target and draft chosen apart, the target's by the target."""
-    texts = greedy_texts("int8")
+    texts = texts_of("int8")
     want = [list(t[len(p) :]) for t, p in zip(texts, prompts(), strict=True)]
     for cache in (None, "fp8"):
-        case = Case(DraftModel(tiny_config(), length=2, cache_dtype=cache), "model")
-        results = decode(case.proposer, case.params(texts, turn=1), prompts(), target=target_of("int8"))
+        proposer = DraftModel(tiny_config(), length=2, cache_dtype=cache)
+        weights = lively(tiny_config(), SEED + 1)
+        results = decode(proposer, weights, prompts(), target=target_of("int8"))
         assert [r.token_ids for r in results] == want
     plain = decode(CASES["ar"].proposer, None, prompts(), target=tiny_target(), cache_dtype="int8")
     assert [r.token_ids for r in plain] == want

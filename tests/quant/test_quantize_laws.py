@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_tools import CASES, CONTEXT, SEED, VOCAB, decode, lively, prompts, tiny_config
+from cases import CASES
+from loop_tools import CONTEXT, SEED, VOCAB, decode, lively, prompts, tiny_config
 
 import eaglejax as ej
 from eaglejax.models import decoder

@@ -17,21 +17,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax import pytree, sampling
-from eaglejax.drafts.base import Draft, Observation, Proposal
+from eaglejax.drafts.base import Draft, Observation, Proposal, Request
 from eaglejax.drafts.static import OnTree, require_positive, static_draft
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError, MismatchError
-from eaglejax.sampling import RowSampling
+from eaglejax.sampling import RowSampling, Sampling
+
+WIDTH = 64
+"""Tokens that a script holds."""
+
+
+class Predicted(list[Any]):
+    """Stands for the params of a proposer whose requests bring predictions: token ids a row, or None."""
+
+    def requests(self) -> list[Request]:
+        """Requests that bring them."""
+        return [Request((0,), Sampling(), 1, (), None if p is None else tuple(p)) for p in self]
 
 
 @pytree.dataclass
 class Script:
     """``reference`` [B, T] int32: the token at each position of the row (prompt and continuation).
     ``goal`` [B, R] int32: the node that round r guesses right up to (0: none); after R rounds it starts
-    again."""
+    again. ``turn`` [B] int32: rounds so far."""
 
     reference: jax.Array
     goal: jax.Array
+    turn: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +53,7 @@ class Scripted(OnTree):
     ``tree``: any fixed shape. ``vocab_size``: wrong tokens are the right one plus ``rank + 1``, modulo this;
     it must exceed the most children of a node by one at least, so that siblings differ (ConfigError). Made
     for rows that decode greedily: a sampled row may well accept a token that is not in the reference. State:
-    rounds so far, [B] int32.
+    the script, which the requests bring.
     """
 
     tree: StaticTree
@@ -60,8 +72,8 @@ class Scripted(OnTree):
         reference: Sequence[Sequence[int]],
         accept: Sequence[int] | Sequence[Sequence[int]],
         sibling: Literal["first", "last", "alternate"] = "first",
-    ) -> Script:
-        """On the host: the script of each row.
+    ) -> Predicted:
+        """The script of each row, as what its request brings.
 
         ``reference``: all tokens of each row, prompt included. ``accept``: drafts to accept in round 0, 1,
         ..., for all rows or one list a row (of one length). ``sibling``: which node of that depth the right
@@ -76,52 +88,62 @@ class Scripted(OnTree):
                 f"the tree's depths 0..{self.depth}"
             )
         depths = np.asarray(self.tree.depths)
-        ends = [np.flatnonzero(depths == d)[[0, -1]] for d in range(self.depth + 1)]
-        goal = np.zeros(counts.shape, np.int32)
-        for (row, turn), count in np.ndenumerate(counts):
-            last = sibling == "last" or (sibling == "alternate" and turn % 2 == 1)
-            goal[row, turn] = ends[count][int(last)]
-        width = max(len(r) for r in reference)
-        tokens = np.zeros((rows, width), np.int32)
-        for row, text in enumerate(reference):
-            tokens[row, : len(text)] = text
-        return Script(reference=jnp.asarray(tokens), goal=jnp.asarray(goal))
+        ends = [np.flatnonzero(depths == d)[[0, -1]].tolist() for d in range(self.depth + 1)]
+        brought = []
+        for text, row in zip(reference, counts.tolist(), strict=True):
+            late = [
+                sibling == "last" or (sibling == "alternate" and turn % 2 == 1) for turn in range(len(row))
+            ]
+            goal = [ends[count][last] for count, last in zip(row, late, strict=True)]
+            brought.append([len(goal), *goal, *text])
+        return Predicted(brought)
 
-    def init(self, params: Script, *, batch: int, capacity: int, inputs: Any = ()) -> jax.Array:
+    def inputs(self, requests: Sequence[Request], slots: int) -> Script:
+        """The scripts that ``script`` put into the requests; other rows do as the first one is told, or guess
+        nothing right."""
+        brought = [list(r.prediction or (1, 0)) for r in requests]
+        brought += brought[:1] * (slots - len(brought))
+        return Script(
+            reference=jnp.asarray([(b[1 + b[0] :] + [0] * WIDTH)[:WIDTH] for b in brought], jnp.int32),
+            goal=jnp.asarray([b[1 : 1 + b[0]] for b in brought], jnp.int32),
+            turn=jnp.zeros((slots,), jnp.int32),
+        )
+
+    def init(self, params: None, *, batch: int, capacity: int, inputs: Any = ()) -> Script:
         """Round 0 for every row."""
-        del capacity, inputs
-        if params.reference.shape[0] != batch:
+        del params, capacity
+        if inputs.reference.shape[0] != batch:
             raise MismatchError(
-                f"a script for {params.reference.shape[0]} rows does not fit a batch of {batch}"
+                f"a script for {inputs.reference.shape[0]} rows does not fit a batch of {batch}"
             )
-        return jnp.zeros((batch,), jnp.int32)
+        return inputs
 
-    def observe(self, params: Script, state: jax.Array, seen: Observation) -> jax.Array:
+    def observe(self, params: None, state: Script, seen: Observation) -> Script:
         """Nothing to remember."""
         del params, seen
         return state
 
     def propose(
         self,
-        params: Script,
-        state: jax.Array,
+        params: None,
+        state: Script,
         root: jax.Array,
         lengths: jax.Array,
         rows: RowSampling,
         keys: jax.Array,
-    ) -> tuple[Draft, jax.Array]:
+    ) -> tuple[Draft, Script]:
         """The tree with one right path."""
-        del rows, keys
-        turn = (state % params.goal.shape[1])[:, None]
-        goal = jnp.take_along_axis(params.goal, turn, axis=1)[:, 0]
+        del params, rows, keys
+        turn = (state.turn % state.goal.shape[1])[:, None]
+        goal = jnp.take_along_axis(state.goal, turn, axis=1)[:, 0]
         right_path = jnp.asarray(_paths(self.tree))[goal]
         place = lengths[:, None] + jnp.asarray(self.tree.depths, jnp.int32)
-        right = jnp.take_along_axis(
-            params.reference, jnp.minimum(place, params.reference.shape[1] - 1), axis=1
-        )
+        right = jnp.take_along_axis(state.reference, jnp.minimum(place, state.reference.shape[1] - 1), axis=1)
         wrong = (right + 1 + jnp.asarray(self.tree.rank, jnp.int32)) % self.vocab_size
         tokens = jnp.where(right_path, right, wrong).at[:, 0].set(root)
-        return static_draft(self.tree, tokens, jnp.ones_like(tokens, bool), Proposal()), state + 1
+        return static_draft(self.tree, tokens, jnp.ones_like(tokens, bool), Proposal()), state.replace(
+            turn=state.turn + 1
+        )
 
 
 def _paths(tree: StaticTree) -> np.ndarray:

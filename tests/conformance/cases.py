@@ -1,0 +1,328 @@
+"""Who is tested: every proposer, over every kind of target. One line here inherits the whole suite.
+
+A proposer is a ``Case`` in ``PROPOSERS``; a kind of target, by what its layers keep of a token, is a
+``Layers`` in ``LAYERS``. Every proposer runs over the plain target, and some over every kind; the rest of
+the product, and what a case calls ``slow``, belongs to `make test-all`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_tools import (
+    BATCH,
+    PLAIN,
+    SEED,
+    Layers,
+    full_forward,
+    greedy_texts,
+    lively,
+    prompts,
+    small_config,
+    tiny_config,
+)
+from scripted import Predicted, Scripted, ScriptedLaw
+
+from eaglejax import pytree
+from eaglejax.drafts.autoregressive import Autoregressive
+from eaglejax.drafts.draft_model.proposer import DraftModel
+from eaglejax.drafts.eagle import model as eagle_model
+from eaglejax.drafts.eagle.config import EagleConfig
+from eaglejax.drafts.eagle.files.load import bind
+from eaglejax.drafts.eagle.proposer import Eagle
+from eaglejax.drafts.eagle.unroll import unroll
+from eaglejax.drafts.grow import DynamicTree
+from eaglejax.drafts.ngram import NGram
+from eaglejax.drafts.prediction import Prediction
+from eaglejax.drafts.tree import StaticTree, chain, from_choices
+from eaglejax.kv_format import FORMATS
+from eaglejax.models.config import LayerSpec
+from eaglejax.models.target import Target
+from eaglejax.nn.latent import LatentAttention
+from eaglejax.nn.recurrent import GatedDelta
+from eaglejax.nn.rope import RopeConfig
+
+Rows = Sequence[Sequence[int]]
+
+CHAIN_3 = from_choices([[0], [0, 0], [0, 0, 0]])
+WIDE = from_choices([[0], [1], [2], [3]])
+MIXED = from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 1], [0, 1, 0], [1, 1, 0], [1, 1, 1]])
+TREE = from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
+
+
+def nothing(*_: Any) -> None:
+    """The params of a proposer without any."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A proposer over a kind of target; hashable.
+
+    ``build(target)`` gives the proposer; ``weights(proposer, layers, small, texts, turn)`` its params, or
+    what its requests bring, for rows that greedy decoding would write as ``texts`` (prompts included) over
+    the target of ``layers``, the ``small`` one or the other; ``turn`` varies them without changing a shape.
+    ``committed``: drafts and state follow from the committed text alone, not from the rounds that wrote it.
+    ``slow``: names of test files (without ``test_``) whose tests of this case are slow, "all" for all.
+    """
+
+    name: str
+    build: Callable[[Target], Any]
+    weights: Callable[[Any, Layers, bool, Rows, int], Any] = nothing
+    committed: bool = True
+    slow: frozenset[str] = frozenset()
+    layers: Layers = PLAIN
+
+    @property
+    def proposer(self) -> Any:
+        """The proposer for texts."""
+        return self.build(self.target)
+
+    @property
+    def target(self) -> Target:
+        """The target for texts."""
+        return self.layers.target()
+
+    def params(self, texts: Rows, batch: int = BATCH, turn: int = 0) -> Any:
+        """The proposer's params for rows that will be ``texts``, by turns if ``batch`` has more."""
+        rows = [list(texts[i % len(texts)]) for i in range(batch)]
+        return self.weights(self.proposer, self.layers, False, rows, turn)
+
+    def small(self, text: Sequence[int]) -> tuple[Any, Any]:
+        """Proposer and params over the small target, for one row."""
+        proposer = self.build(self.layers.small_target())
+        return proposer, self.weights(proposer, self.layers, True, [text], 0)
+
+    def over(self, layers: Layers) -> Case:
+        """The same proposer over another kind of target."""
+        return dataclasses.replace(self, name=f"{self.name}-{layers.name}", layers=layers)
+
+
+def _which(text: Sequence[int], turn: int) -> int:
+    """Varies with text and turn, not with the row's place in its batch."""
+    return len(text) + sum(text[:3]) + turn
+
+
+def edited(proposer: Prediction, layers: Layers, small: bool, texts: Rows, turn: int) -> Any:
+    """Predictions that are the text, or the text with insertions and deletions, or nothing."""
+    del layers, small
+    edits: list[Callable[[list[int]], list[int] | None]] = [
+        lambda t: t,
+        lambda t: [*t[:20], 1, 1, *t[20:]],
+        lambda t: t[3:9] + t[14:],
+        lambda t: None,
+    ]
+    return Predicted([edits[_which(t, turn) % 4](list(t)) for t in texts])
+
+
+def scripts(proposer: Scripted, layers: Layers, small: bool, texts: Rows, turn: int) -> Any:
+    """Every pattern of acceptance, through the first sibling, the last, and by turns."""
+    del layers, small
+    depth = proposer.depth
+    accept = [[0], [1], [depth - 1], [depth], [0, depth], [depth, 0, 1, depth - 1]]
+    rows = [(accept[_which(t, BATCH * turn) % len(accept)] * 12)[:12] for t in texts]
+    return proposer.script(texts, rows, ("last", "alternate", "first")[turn % 3])
+
+
+def drawn(proposer: ScriptedLaw, layers: Layers, small: bool, texts: Rows, turn: int) -> jax.Array:
+    """Tables of three positions; in the small one a token is certain to be refused in places."""
+    del texts
+    target = layers.small_target() if small else layers.target()
+    size = target.config.vocab_size if proposer.ids is None else len(proposer.ids)
+    rng = np.random.default_rng([turn, size])
+    return jnp.asarray(np.log(rng.dirichlet(np.full(size, 0.7), 3)), jnp.float32)
+
+
+def itself(proposer: DraftModel, layers: Layers, small: bool, texts: Rows, turn: int) -> Any:
+    """The target's own weights at turn 0, others of its kind after that."""
+    del texts
+    target = layers.small_target() if small else layers.target()
+    return target.params if turn == 0 else lively(target.config, SEED + turn)
+
+
+def stranger(target: Target) -> DraftModel:
+    """A draft of another vocabulary, geometry and window than the target's, made for shorter texts (A26,
+    A82)."""
+    vocab = target.config.vocab_size
+    config = small_config(vocab_size=vocab - 1, num_heads=1, layers=(), max_position=6, intermediate_size=16)
+    return DraftModel(config, length=2, vocab_size=vocab)
+
+
+def strange(proposer: DraftModel, layers: Layers, small: bool, texts: Rows, turn: int) -> Any:
+    """Random weights."""
+    del layers, small, texts
+    return lively(proposer.config, 4 + turn, 12.0)
+
+
+def eagle(version: int, tree: DynamicTree | StaticTree, reduced: int = 0, **options: Any) -> dict[str, Any]:
+    """An EAGLE draft: what ``build`` and ``weights`` of its case are. ``reduced``: target tokens that its
+    vocabulary lacks."""
+
+    def build(target: Target) -> Eagle:
+        return Eagle(eagle_config(version, target, reduced), tree, **options)
+
+    return {"build": build, "weights": eagle_weights}
+
+
+def eagle_config(version: int, target: Target, reduced: int = 0) -> EagleConfig:
+    """EAGLE-1 borrows its target's embedding; EAGLE-3 is wider than its target and has its own."""
+    config = target.config
+    third: dict[str, Any] = {"num_aux": 2, "aux": (0, config.num_layers)}
+    third |= {"head_norm": True, "own_embedding": True}
+    return EagleConfig(
+        version=version,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size - reduced,
+        hidden_size=config.hidden_size if version == 1 else 40,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=20,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=6,
+        own_head=True,
+        # A draft made for shorter texts than it meets (A26).
+        rope=dataclasses.replace(config.rope, max_position=8),
+        **(third if version == 3 else {"fc_bias": True}),
+    )
+
+
+def eagle_weights(proposer: Eagle, layers: Layers, small: bool, texts: Rows, turn: int) -> Any:
+    """Random weights; for texts, with a head that knows some of the greedy ones (none at turn 1)."""
+    del texts
+    return _eagle_params(proposer.config, layers, small, turn)
+
+
+@functools.cache
+def _eagle_params(config: EagleConfig, layers: Layers, small: bool, turn: int) -> Any:
+    target = layers.small_target() if small else layers.target()
+    rng = np.random.default_rng(turn + 3)
+
+    def fill(info: Any) -> jax.Array:
+        if len(info.shape) == 1:
+            return jnp.asarray(rng.normal(1.0, 0.2, info.shape), jnp.float32)
+        return jnp.asarray(rng.normal(0, 1.5 / np.sqrt(info.shape[0]), info.shape), jnp.float32)
+
+    weights = jax.tree.map(fill, eagle_model.param_table(config), is_leaf=pytree.is_info)
+    known = np.arange(config.vocab_size)
+    if config.reduced:
+        known = np.sort(rng.choice(config.vocab_size, config.draft_vocab_size, replace=False))
+    params = bind(config, weights, target, known if config.reduced else None)
+    if small or turn == 1:
+        return params
+    texts = np.asarray(greedy_texts(prompts(), layers))
+    states = _states(config, params, target, texts)
+    wanted = np.stack([np.roll(texts, -2 - k, axis=1)[:, :-1] for k in range(len(states))])
+    real = np.arange(texts.shape[1] - 1) < texts.shape[1] - 2 - np.arange(len(states))[:, None, None]
+    real = np.broadcast_to(real, wanted.shape)
+    answer = (wanted[real][:, None] == known).astype(np.float64)
+    head = np.linalg.lstsq(np.asarray(states, np.float64)[real], answer - answer.mean(), rcond=1e-3)[0]
+    return params.replace(weights={**params.weights, "head": jnp.asarray(8.0 * head, jnp.float32)})
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def _normed_states(config: EagleConfig, params: Any, features: jax.Array, tokens: jax.Array) -> jax.Array:
+    eye = {**params.weights, "head": jnp.eye(config.hidden_size)}
+    steps = unroll(params, config, features, tokens, 3)
+    return jnp.stack([eagle_model.logits(params.replace(weights=eye), config, s) for s in steps])
+
+
+def _states(config: EagleConfig, params: Any, target: Target, texts: np.ndarray) -> np.ndarray:
+    """What the head reads of the draft's first three steps behind each token but the last: [3, B, T-1, H]."""
+    features = full_forward(
+        target.params, target.config, texts, target.cache_format, target.cache_scales, config.taps
+    )[2]
+    assert features is not None
+    return np.asarray(_normed_states(config, params, features[:, :-1], jnp.asarray(texts[:, 1:])))
+
+
+def tree_of(tree: StaticTree) -> dict[str, Any]:
+    """A scripted proposer over ``tree``."""
+    return {
+        "build": lambda target: Scripted(tree, target.config.vocab_size),
+        "weights": scripts,
+        "committed": False,
+    }
+
+
+def law(tree: StaticTree, **options: Any) -> dict[str, Any]:
+    """Drafts drawn from known tables."""
+    return {"build": lambda target: ScriptedLaw(tree, **options), "weights": drawn}
+
+
+ALL = frozenset({"all"})
+LAW = frozenset({"law"})
+"""Its law is that of other cases, or of little interest."""
+ROWS = frozenset({"rows", "state"})
+"""What it does beside sampled rows is what another case of fixed guesses does."""
+
+PROPOSERS = [
+    Case("ar", lambda target: Autoregressive(), slow=LAW | ROWS),
+    Case("ngram", lambda target: NGram(length=4, max_ngram=3)),
+    Case("prediction", lambda target: Prediction(length=4), edited, committed=False, slow=ROWS),
+    Case("draft_model", lambda target: DraftModel(target.config, length=2), itself, slow=LAW),
+    Case("other_model", stranger, strange, slow=ROWS | {"greedy", "metrics"}),
+    Case("narrow_model", lambda t: DraftModel(t.config, length=2, cache_dtype="rotor4"), itself, slow=ALL),
+    Case("eagle1_chain", **eagle(1, chain(3), sample=True, temperature=0.7, min_confidence=0.1)),
+    Case("eagle1_tree", **eagle(1, TREE), slow=ALL),
+    Case("eagle1_dynamic", **eagle(1, DynamicTree(3, 3, 8)), slow=ALL),
+    Case("eagle3_chain", **eagle(3, chain(2), sample=True), slow=ALL),
+    Case("eagle3_tree", **eagle(3, TREE, 1, sample=True)),
+    Case("eagle3_dynamic", **eagle(3, DynamicTree(3, 3, 8), 1)),
+    Case("narrow_eagle", **eagle(3, chain(2), cache_dtype="int8"), slow=ALL),
+    Case("drawn_tree", **law(TREE), slow=ALL),
+    Case("drawn_again", **law(TREE, replacement=True), slow=ALL),
+    Case("drawn_few", **law(TREE, ids=(0, 2, 3)), slow=ALL),
+    Case("drawn_chain", **law(chain(2)), slow=ALL),
+    Case("chain_1", **tree_of(chain(1)), slow=ALL),
+    Case("chain_3", **tree_of(CHAIN_3), slow=ALL),
+    Case("chain_5", **tree_of(chain(5)), slow=ALL),
+    Case("wide", **tree_of(WIDE), slow=ALL),
+    Case("mixed", **tree_of(MIXED), slow=LAW),
+]
+"""Every proposer, one line each."""
+
+LATENT = LatentAttention(4, 6, 4, 5, 8, scale=10**-0.5, rope=RopeConfig(theta=100.0), query_rank=7)
+DELTA = GatedDelta(key_heads=2, heads=4, key_dim=6, value_dim=5, kernel=3)
+
+
+def made_of(*mixers: Any) -> dict[str, Any]:
+    """A target whose layers meet by ``mixers`` (None: grouped-query attention with a window)."""
+    layers = tuple(LayerSpec(window=11) if m is None else LayerSpec(mixer=m) for m in mixers)
+    return {
+        name: functools.partial(build, num_layers=len(layers), layers=layers)
+        for name, build in (("tiny", tiny_config), ("small", small_config))
+    }
+
+
+LAYERS = [
+    PLAIN,
+    Layers("latent", **made_of(LATENT, None)),
+    Layers("latent-int8", **made_of(LATENT, None), cache="int8"),
+    Layers("recurrent", **made_of(DELTA, None)),
+    *(Layers(name, cache=name) for name in FORMATS if name != "float32"),
+]
+"""Every kind of thing that a target's layers keep, one line each."""
+
+QUICK = {("mixed", "turbo3"), ("mixed", "latent"), ("mixed", "recurrent")}
+"""Pairs of a proposer and another kind than the plain one whose state `make test` looks at."""
+
+
+def cases(name: str) -> Iterator[Any]:
+    """The product as parameters of the test file ``test_<name>.py``; see the module's text."""
+    for case in PROPOSERS:
+        for layers in LAYERS:
+            if layers == PLAIN:
+                full, slow = case, bool(case.slow & {"all", name})
+            else:
+                full, slow = case.over(layers), (case.name, layers.name) not in QUICK or name != "state"
+            yield pytest.param(full, id=full.name, marks=pytest.mark.slow if slow else ())
+
+
+CASES = {case.name: case for case in PROPOSERS}
+"""Those over the plain target, by name, for tests of what is special about one of them."""
