@@ -34,6 +34,8 @@ from eaglejax.train.losses import (
 )
 
 Algorithm = Literal["eagle3", "eagle1", "hass"]
+OBJECTIVES: dict[str, tuple[str, ...]] = {"EAGLE": get_args(Algorithm)}
+"""The algorithms that train each family of drafts, by ``DraftFamily.name``; others are run only."""
 
 _KEPT_LOGITS = 1 << 29
 """Bytes of float32 draft logits that an update may hold between its two passes."""

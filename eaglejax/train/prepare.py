@@ -15,16 +15,16 @@ import numpy as np
 from eaglejax.drafts.detect import check_basis
 from eaglejax.drafts.eagle.config import EagleConfig, default_boundaries
 from eaglejax.drafts.eagle.files.load import bind, head_matrix, read_weights, target_head
-from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
+from eaglejax.drafts.eagle.files.read import DraftFile
 from eaglejax.drafts.eagle.model import EagleParams, Weights
-from eaglejax.drafts.files import draft_path
+from eaglejax.drafts.registry import read_draft
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import PackedWeight, embedding
 from eaglejax.train import curate, warm
 from eaglejax.train.features import boundaries
 from eaglejax.train.logs import import_wandb
-from eaglejax.train.objectives import Head
+from eaglejax.train.objectives import OBJECTIVES, Head
 from eaglejax.train.packing import assemble, pack
 from eaglejax.train.samples import Report, Sample, read_samples
 from eaglejax.train.settings import DataSettings, DraftSettings, TrainSettings
@@ -293,7 +293,12 @@ def _existing(config: EagleConfig, settings: TrainSettings, target: Target, data
 def _read_existing(settings: TrainSettings) -> DraftFile:
     """The file of the draft to go on from, with the boundaries that the settings name, if they do."""
     wanted, start = settings.draft, settings.draft.start
-    file = read_draft(draft_path(start), aux=wanted.aux or None)
+    family, file = read_draft(start, aux=wanted.aux or None)
+    if family.name not in OBJECTIVES:
+        raise ConfigError(
+            f"{start} holds a {family.name}, which there is no objective to train with; go on from a draft "
+            f"of the kind {' or '.join(OBJECTIVES)}"
+        )
     config = file.config
     if config.version != settings.objective.version:
         raise ConfigError(

@@ -252,3 +252,54 @@ def test_better_means_better_beyond_chance():
     assert Acceptance(few, 200).beats(Acceptance((0.2, 0.1), 200))
     assert not Acceptance(few, 30).beats(Acceptance(many, 30))
     assert not Acceptance((0.5, 0.1), 10_000).beats(Acceptance((0.35, 0.25), 10_000))
+
+
+def silent():
+    """Rotated, with flags and matrix removed."""
+    return dataclasses.replace(rotated(), basis=None, rotation=None)
+
+
+def test_the_original_measures_a_rotation_that_nothing_else_shows(tmp_path):
+    """The draft has no embedding of its own, so that there are no two tables to compare."""
+    file = read_draft(folder(tmp_path / "d"))
+    pair = Pair(silent(), file, {"plain": tiny_pair.written()})
+    blind = tests.basis(pair)
+    assert blind.verdict == "unknown"
+    assert "--original-target" in blind.evidence
+    found = tests.basis(pair, tiny_pair.target())
+    assert found.verdict == "fail"
+    assert "aligned by the rotation" in found.evidence
+    assert "--method procrustes --original-target" in found.remedy
+    beside = tests.of_another_target(pair, tiny_pair.target(), pair.texts)
+    assert beside.verdict == "unknown", "one model, rotated: the basis test names it"
+    assert tests._verdict(pair, [blind, found, beside], True) == "rotation"
+    assert tests._verdict(pair, [blind], False) == "unknown"
+    assert tests._verdict(pair, [blind], True) == "not this draft's text"
+
+
+def test_the_original_shows_another_target(tmp_path):
+    changed = dict(tiny_pair.target().params)
+    order = np.random.default_rng(1).permutation(V)
+    changed["embed"] = changed["embed"][order] * 3
+    other = dataclasses.replace(tiny_pair.target(), params=changed)
+    pair = Pair(other, read_draft(folder(tmp_path / "d")), {"plain": tiny_pair.written()})
+    found = tests.of_another_target(pair, tiny_pair.target(), tiny_pair.written())
+    assert found.verdict == "fail"
+    assert "no rotation takes" in found.evidence
+    assert tests._verdict(pair, [found], True) == "wrong target"
+
+
+def test_a_norm_that_lies_unused_in_the_file_is_tried_with_its_weight(tmp_path):
+    """The draft's config switches the head's norm off, although its weight is there."""
+    at = folder(tmp_path / "d")
+    config = json.loads((at / "config.json").read_text())
+    config["eaglejax"] |= {"head_norm": False, "feed_normed": False}
+    (at / "config.json").write_text(json.dumps(config))
+    pair = Pair(tiny_pair.target(), read_draft(at), {"plain": tiny_pair.written()})
+    tried = dict(pair.probe.norm_choices((pair.config, pair.params), pair.file))
+    assert "head_norm=True, feed_normed=False" in tried
+    _, params = tried["head_norm=True, feed_normed=False"]
+    np.testing.assert_array_equal(params.weights["norm"], tiny_pair.draft("eagle3")[1].weights["norm"])
+    names = set(tried)
+    assert f"norm_before_residual={not pair.config.norm_before_residual}" in names
+    assert {"aux_norm=none", "aux_norm=joined"} <= names

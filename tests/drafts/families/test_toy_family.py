@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
@@ -29,6 +30,7 @@ from eaglejax.drafts.static import OnChain, chain_draft
 from eaglejax.errors import CheckpointError, ConfigError, MismatchError
 from eaglejax.models.config import FINAL
 from eaglejax.rotation.rotate import Rotation, rotate_target
+from eaglejax.train import prepare
 
 TARGET = make_target(target_config(), seed=6)
 H, V = TARGET.config.hidden_size, TARGET.config.vocab_size
@@ -162,3 +164,9 @@ def test_it_is_loaded_aligned_and_decoded_with(folder):
     first = bound.params.adapter.from_target(norm * gamma) @ bound.params.mix @ bound.params.head
     turned = aligned.params.adapter.from_target(norm @ jnp.asarray(rotated.rotation.matrix))
     np.testing.assert_allclose(turned @ aligned.params.mix @ aligned.params.head, first, rtol=1e-3, atol=1e-3)
+
+
+def test_training_goes_on_from_families_that_have_an_objective_alone(folder):
+    settings = SimpleNamespace(draft=SimpleNamespace(start=str(folder), aux=()))
+    with registered(LinearFamily()), pytest.raises(ConfigError, match="holds a linear, which there is no"):
+        prepare._read_existing(settings)
