@@ -1,8 +1,8 @@
 """A fuzzer of what is read: a damaged file loads as the format's own library loads it, or is refused in
 one line of at most 500 characters. Nothing else may happen.
 
-``make test`` tries a few hundred cases of each format, ``make test-all`` twenty thousand
-(``EAGLEJAX_FUZZ_CASES`` another number). A failing case names its seed.
+``make test`` tries 120 cases of each format, ``make test-all`` two thousand (``FUZZ_CASES``: another
+number). A failing case names its seed.
 """
 
 from __future__ import annotations
@@ -352,4 +352,4 @@ def test_damaged_files_load_as_elsewhere_or_are_refused(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_many_damaged_files(name):
-    check(name, int(os.environ.get("EAGLEJAX_FUZZ_CASES", "20000")))
+    check(name, int(os.environ.get("FUZZ_CASES", "2000")))
