@@ -139,7 +139,9 @@ class _Bounds(jinja2.visitor.NodeTransformer):
 
 
 def _filtered(node: Any, name: str, line: int) -> jinja2.nodes.Filter:
-    return jinja2.nodes.Filter(node, name, [], [], None, None).set_lineno(line)
+    found = jinja2.nodes.Filter(node, name, [], [], None, None)
+    found.set_lineno(line)
+    return found
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
