@@ -29,7 +29,8 @@ def test_the_books_are_those_of_the_rounds(case: Case) -> None:
     context."""
     texts, depth = greedy_texts(prompts(), case.layers), case.proposer.depth
     sizes = [len(p) for p in prompts()]
-    eos = (texts[1][sizes[1] + depth + 2], NO_EOS[0])
+    begin = {text[n] for text, n in zip(texts, sizes, strict=True)}
+    eos = (next(t for t in texts[1][sizes[1] + depth + 2 :] if t not in begin), NO_EOS[0])
     limits = [depth + 3, CONTEXT, CONTEXT]
     params = case.params(texts, turn=2)
     results = decode(case.proposer, params, prompts(), target=case.target, limits=limits, eos=eos)
