@@ -120,9 +120,10 @@ def attend(
     implementation: Attention | str | None = None,
 ) -> jax.Array:
     """``attend_with_lse`` without the log-sum-exp, which a CPU's kernel does not compute."""
-    options = {"slot_positions": slot_positions, "scale": scale, "window": window, "softcap": softcap}
-    options |= {"slot_offset": slot_offset, "block_tables": block_tables, "implementation": implementation}
-    return _attend(q, k, v, lengths, visible, positions, lse=False, **options)[0]
+    options: dict[str, Any] = {"slot_positions": slot_positions, "scale": scale, "window": window}
+    options |= {"softcap": softcap, "slot_offset": slot_offset, "block_tables": block_tables}
+    how: dict[str, Any] = {"lse": False, "implementation": implementation}
+    return _attend(q, k, v, lengths, visible, positions, **how, **options)[0]
 
 
 def attend_with_lse(
@@ -163,9 +164,11 @@ def attend_with_lse(
     where its kernel refuses the shapes (logged once); an ``Attention``, or its name, is taken or refused. The
     kernels want the N queries' own slots to be the last of the M. Raises ConfigError.
     """
-    options = {"slot_positions": slot_positions, "scale": scale, "window": window, "softcap": softcap}
-    options |= {"slot_offset": slot_offset, "block_tables": block_tables, "implementation": implementation}
-    out, lse = _attend(q, k, v, lengths, visible, positions, lse=True, **options)
+    options: dict[str, Any] = {"slot_positions": slot_positions, "scale": scale, "window": window}
+    options |= {"softcap": softcap, "slot_offset": slot_offset, "block_tables": block_tables}
+    out, lse = _attend(
+        q, k, v, lengths, visible, positions, lse=True, implementation=implementation, **options
+    )
     assert lse is not None
     return out, lse
 

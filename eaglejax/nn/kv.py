@@ -151,10 +151,11 @@ def move(stored: Stored, lengths: jax.Array, path: jax.Array) -> Stored:
 
 def join(own: Stored, slot: jax.Array, other: Stored, row: jax.Array) -> Stored:
     """``own`` with row ``row`` of ``other`` at ``slot``."""
-    joined = kv_codec.each(lambda a, b: put_row(a, slot, b, row), own, other)
+    joined: Stored = kv_codec.each(lambda a, b: put_row(a, slot, b, row), own, other)
     if not isinstance(own, PackedKV):
         return joined
     assert isinstance(other, PackedKV)
+    assert isinstance(joined, PackedKV)
     centre = None
     if own.centre is not None:
         assert other.centre is not None
@@ -207,7 +208,9 @@ def fill(table: Cache, format: Any, scales: CacheScales | None = None) -> Cache:
             raise ConfigError(f"calibrated scales are of keys and values; layer {n} holds none")
         sides = []
         for stored, given in ((layer.k, scales.k), (layer.v, scales.v)):
-            want = stored.channels.shape  # type: ignore[union-attr]
+            assert isinstance(stored, PackedKV)
+            assert stored.channels is not None
+            want = stored.channels.shape
             if [c.shape for c in given] != [want] * len(empty.layers):
                 raise ConfigError(
                     f"cache scales must be {len(empty.layers)} arrays of shape {want}; they are "

@@ -154,7 +154,7 @@ def chunk(part: np.ndarray, start: int, width: int) -> tuple[np.ndarray, np.ndar
     so that no range widens.
     """
     last = np.minimum(np.arange(width), len(part) - 1)
-    visible = Seen(np.tril(np.ones((width, width), bool))[last][None])
+    visible = Seen(jnp.asarray(np.tril(np.ones((width, width), bool))[last][None]))
     return part[last][None], (start + last).astype(np.int32)[None], visible
 
 
