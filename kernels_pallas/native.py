@@ -31,14 +31,30 @@ _LEVELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("avx512-bf16", ("avx2", "fma", *_AVX512, "avx512_vnni", "avx512_bf16")),
     ("avx512-vnni", ("avx2", "fma", *_AVX512, "avx512_vnni")),
     ("avx512", ("avx2", "fma", *_AVX512)),
+    ("avx-vnni", ("avx2", "fma", "avx_vnni")),
     ("avx2", ("avx2", "fma")),
+    ("dotprod", ("asimd", "asimddp")),
+    ("neon", ("asimd",)),
     ("portable", ()),
 )
 LEVELS = tuple(name for name, _ in _LEVELS)
-_COMPILE_FLAGS = ("-shared", "-fPIC", "-std=c++17", "-O3", "-ffp-contract=off", "-pthread")
-_COMPILE_SECONDS = 300
-# Headers that the sources share.
-_INCLUDE = Path(__file__).parent / "include"
+VECTOR_LEVELS = LEVELS[:-1]
+"""Levels with instructions of their own for vectors."""
+
+# What the compiler is told for an Arm level: of its features' names only some are flags.
+_ARM_FLAGS = {"dotprod": ["-march=armv8.2-a+dotprod"], "neon": []}
+_COMPILE_FLAGS = (
+    "-shared",
+    "-fPIC",
+    "-std=c++17",
+    "-O2",
+    "-ftree-vectorize",
+    "-ffp-contract=off",
+    "-pthread",
+)
+_COMPILE_SECONDS = 900
+INCLUDE = Path(__file__).parent / "include"
+"""Headers that the sources share."""
 
 
 def home(environ: Mapping[str, str]) -> Path:
@@ -52,7 +68,7 @@ def processor_features() -> frozenset[str]:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return frozenset()
-    lines = (line.split(":", 1)[1] for line in text.splitlines() if line.startswith("flags"))
+    lines = (line.split(":", 1)[1] for line in text.splitlines() if line.startswith(("flags", "Features")))
     return frozenset(next(lines, "").split())
 
 
@@ -102,7 +118,7 @@ def load(source: Path, level: str, environ: Mapping[str, str] = os.environ) -> L
     compiler = shutil.which(name, path=environ.get("PATH"))
     if compiler is None:
         raise KernelError(f"there is no C++ compiler: {name} is not on the path (install g++, or set CXX)")
-    flags = [*_COMPILE_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in dict(_LEVELS)[level])]
+    flags = compile_flags(level)
     key = _key(source, level, flags, compiler)
     path = home(environ) / "native" / f"{source.stem}-{level}-{key}.so"
     if not path.exists():
@@ -115,10 +131,16 @@ def load(source: Path, level: str, environ: Mapping[str, str] = os.environ) -> L
         ) from error
 
 
+def compile_flags(level: str) -> list[str]:
+    """What a compiler is told for ``level``: that it makes a library, and which instructions it may use."""
+    features = [f"-m{feature.replace('_', '')}" for feature in dict(_LEVELS)[level]]
+    return [*_COMPILE_FLAGS, *_ARM_FLAGS.get(level, features)]
+
+
 def _key(source: Path, level: str, flags: list[str], compiler: str) -> str:
     parts = [
         source.read_text(encoding="utf-8"),
-        *(header.read_text(encoding="utf-8") for header in sorted(_INCLUDE.glob("*.h"))),
+        *(header.read_text(encoding="utf-8") for header in sorted(INCLUDE.glob("*.h"))),
         level,
         *flags,
         compiler,
@@ -151,7 +173,7 @@ def _compile(compiler: str, flags: list[str], source: Path, path: Path) -> None:
     except OSError as error:
         raise KernelError(f"{path.parent} cannot be written: {error.strerror}") from error
     os.close(handle)
-    include = ["-I", str(_INCLUDE), "-isystem", jax.ffi.include_dir()]
+    include = ["-I", str(INCLUDE), "-isystem", jax.ffi.include_dir()]
     command = [compiler, *flags, *include, str(source), "-o", temporary]
     try:
         done = subprocess.run(

@@ -123,7 +123,7 @@ def bfloat16_products() -> BFloat16Products:
     from kernels_pallas.dense_matmul import cpu as kernel
 
     level, reason = kernel.KERNEL.status()
-    most_rows = 0 if level is None else kernel.MOST_ROWS[level]
+    most_rows = 0 if level is None else kernel.MOST_ROWS[level]["bfloat16"]
     return BFloat16Products("cpu" if level else "xla", level, reason, most_rows)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas import native
 from kernels_pallas.foreign import Kernel
 
 _NATIVE = Path(__file__).parent / "native"
@@ -21,7 +22,7 @@ KERNEL = Kernel(
     source=_NATIVE / "cache_attention.cc",
     symbols=("CacheAttention",),
     left="attention is left to XLA, which is slower on a CPU",
-    levels=("avx512-bf16", "avx512-vnni", "avx512"),
+    levels=native.VECTOR_LEVELS,
 )
 WRITE_KERNEL = Kernel(
     op="cache_write",
@@ -32,7 +33,7 @@ WRITE_KERNEL = Kernel(
 __all__ = ["KERNEL", "WRITE_KERNEL", "cache_attention", "cache_write", "refusal"]
 
 LANES = 16
-"""Head sizes must be a multiple of this: numbers in a register."""
+"""Head sizes must be a multiple of this: numbers in the widest register."""
 
 
 def refusal(q: jax.Array, k: jax.Array) -> str | None:

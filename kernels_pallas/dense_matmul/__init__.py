@@ -1,7 +1,7 @@
 """Matrix product with unquantised weights, accumulated in float32.
 
-XLA multiplies well on accelerators and for many rows anywhere; for few rows of bfloat16 on a CPU, where a
-product is bound by reading its weights, a C++ kernel reads them faster.
+XLA multiplies well on accelerators and for many rows anywhere; for few rows on a CPU, where a product is
+bound by reading its weights, a C++ kernel reads them faster.
 """
 
 import functools
@@ -37,7 +37,8 @@ def dense_matmul(
       x: [..., K] float.
       w: float [K, N]; [N, K] when transposed.
       out_dtype: x's dtype by default.
-      implementation: "xla"; the "cpu" kernel, for bfloat16 x and w, which a C++ compiler makes on first use;
+      implementation: "xla"; the "cpu" kernel, for x and w both bfloat16 or both float32, which a C++ compiler
+        makes on first use;
         or "auto", which takes the kernel on a single CPU device for few rows (`cpu.serves`), else XLA.
 
     Returns:
@@ -97,7 +98,9 @@ def _multiply(
     kernel = functools.partial(cpu.dense_matmul_cpu, transposed=transposed, out_dtype=out_dtype)
 
     def unasked() -> str | None:
-        return None if cpu.serves(x.shape[0], turned=turned) else "is the slower one for so many rows"
+        return (
+            None if cpu.serves(x.shape[0], x.dtype, turned=turned) else "is the slower one for so many rows"
+        )
 
     ways = {"xla": Way(reference), "cpu": Way(kernel, lambda: cpu.refusal(x, w), unasked)}
     out: jax.Array = run(_OP, ways, (x, w), implementation)

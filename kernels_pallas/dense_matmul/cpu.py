@@ -1,4 +1,4 @@
-"""Product with bfloat16 weights for few rows on a CPU: a C++ kernel that XLA calls, compiled on first use.
+"""Product with unquantised weights for few rows on a CPU: a C++ kernel that XLA calls, compiled on first use.
 
 Weights are read from memory once, as they are stored, and every row's result is the same to the bit however
 many rows there are.
@@ -13,31 +13,40 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas import native
 from kernels_pallas.foreign import Kernel
 
 KERNEL = Kernel(
     op="dense_matmul",
     source=Path(__file__).parent / "native" / "dense_matmul.cc",
     symbols=("DenseMatmul", "DenseMatmulTransposed"),
-    left="products with bfloat16 weights are left to XLA, which is slower for few rows",
-    levels=("avx512-bf16", "avx512-vnni", "avx512", "avx2"),
+    left="products with unquantised weights are left to XLA, which is slower for few rows",
+    levels=native.VECTOR_LEVELS,
 )
 
-# Most rows for which "auto" takes the kernel, by level.
-MOST_ROWS = {"avx512-bf16": 512, "avx512-vnni": 16, "avx512": 16, "avx2": 8}
+MOST_ROWS = {
+    "avx512-bf16": {"bfloat16": 512, "float32": 16},
+    "avx512-vnni": {"bfloat16": 16, "float32": 16},
+    "avx512": {"bfloat16": 16, "float32": 16},
+    "avx-vnni": {"bfloat16": 64, "float32": 32},
+    "avx2": {"bfloat16": 64, "float32": 32},
+    "dotprod": {"bfloat16": 16, "float32": 16},
+    "neon": {"bfloat16": 16, "float32": 16},
+}
+"""Most rows for which "auto" takes the kernel, by level and dtype."""
 
 
 def refusal(x: jax.Array, w: jax.Array) -> str | None:
     """Why the kernel does not take x [M, K] and w, or None."""
-    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
-        return f"takes bfloat16 activations and weights, not {x.dtype} and {w.dtype}"
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"takes bfloat16 or float32, activations and weights alike, not {x.dtype} and {w.dtype}"
     if 0 in (*x.shape, *w.shape):
         return f"takes no empty arrays, such as {x.shape} and {w.shape}"
     return KERNEL.refusal()
 
 
-def serves(rows: int, *, turned: bool) -> bool:
-    """Whether "auto" takes the kernel for so many rows.
+def serves(rows: int, dtype: jnp.dtype, *, turned: bool) -> bool:
+    """Whether "auto" takes the kernel for so many rows of `dtype`.
 
     `turned`: of a transpose. XLA:CPU multiplies it in float32, so that at the one level with bfloat16
     arithmetic the kernel is faster for any number. "auto" does not take it where jax has several
@@ -46,7 +55,8 @@ def serves(rows: int, *, turned: bool) -> bool:
     level, _ = KERNEL.status()
     if level is None or KERNEL.unavailable():
         return False
-    return rows <= MOST_ROWS[level] or (turned and level == "avx512-bf16")
+    most = MOST_ROWS[level].get(jnp.dtype(dtype).name, 0)
+    return rows <= most or (turned and level == "avx512-bf16" and dtype == jnp.bfloat16)
 
 
 def dense_matmul_cpu(x: jax.Array, w: jax.Array, *, transposed: bool, out_dtype: jnp.dtype) -> jax.Array:

@@ -3,6 +3,7 @@
 #ifndef KERNELS_PALLAS_KERNEL_H_
 #define KERNELS_PALLAS_KERNEL_H_
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -14,7 +15,7 @@
 
 namespace kernel {
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline float from_bfloat16(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -34,11 +35,12 @@ inline uint16_t to_bfloat16(float value) {
 
 constexpr int kPausesBeforeSleep = 4000;
 
-// Calls body(0) ... body(count - 1), the caller and up to threads - 1 threads of the pool taking them in turn.
+// Calls body(0, next) ... body(count - 1, next), the caller and up to threads - 1 threads of the pool taking them in
+// turn; next is the index that the thread has taken already to do after this one, or count.
 // The caller never waits for a task that has not begun, so that callers who are themselves on the pool's threads
 // cannot wait for each other.
-template <typename Body>
-void parallel_for(xla::ffi::ThreadPool& pool, int64_t threads, int64_t count, const Body& body) {
+template <typename Pool, typename Body>
+void parallel_for(Pool& pool, int64_t threads, int64_t count, const Body& body) {
   struct Shared {
     const Body* body;
     int64_t count;
@@ -46,8 +48,9 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t threads, int64_t count, co
     std::mutex mutex;
     std::condition_variable finished;
     void work() {
-      for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
-        (*body)(i);
+      for (int64_t i = next.fetch_add(1), after; i < count; i = after) {
+        after = next.fetch_add(1);
+        (*body)(i, std::min(after, count));
         if (done.fetch_add(1) + 1 == count) {
           std::lock_guard<std::mutex> lock(mutex);
           finished.notify_all();

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas import native
 from kernels_pallas.dispatch import Way, run
 from kernels_pallas.errors import require
 from kernels_pallas.foreign import Kernel
@@ -25,7 +26,7 @@ KERNEL = Kernel(
     source=Path(__file__).parent / "native" / "soft_cross_entropy.cc",
     symbols=("SoftCrossEntropy",),
     left="the loss over a vocabulary is left to XLA, which is slower on a CPU",
-    levels=("avx512-bf16", "avx512-vnni", "avx512"),
+    levels=native.VECTOR_LEVELS,
 )
 
 

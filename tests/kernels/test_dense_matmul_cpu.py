@@ -1,4 +1,4 @@
-"""The C++ kernel for bfloat16 weights: what it computes, that rows are independent, how it stands in jax."""
+"""The C++ kernel for unquantised weights: what it computes, that rows are independent, its place in jax."""
 
 import functools
 
@@ -27,10 +27,10 @@ def level(request, monkeypatch):
     return request.param
 
 
-def make_problem(rows, k, n, transposed=False, seed=0):
+def make_problem(rows, k, n, transposed=False, seed=0, dtype="bfloat16"):
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.normal(size=(rows, k)), jnp.bfloat16)
-    w = jnp.asarray(rng.normal(size=(n, k) if transposed else (k, n)), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(rows, k)), dtype)
+    w = jnp.asarray(rng.normal(size=(n, k) if transposed else (k, n)), dtype)
     matrix = np.asarray(w, np.float64)
     return x, w, np.asarray(x, np.float64) @ (matrix.T if transposed else matrix)
 
@@ -40,19 +40,21 @@ def native_multiply(x, w, **options):
     return dense_matmul(x, w, implementation="cpu", **options)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("transposed", [False, True])
-# Several tiles of rows of w, the last one odd, columns ending within a unit; less than a block; whole ones.
+# Several parts and tiles of rows of w, the last one odd, columns ending within a strip; less than a block;
+# whole ones.
 @pytest.mark.parametrize(("k", "n"), [(1101, 301), (3, 5), (64, 256)])
-def test_equals_the_product_for_any_number_of_rows(level, k, n, transposed):
-    # 17 rows are blocks of 6, 6 and 5; up to three take the wide blocks.
-    x, w, want = make_problem(17, k, n, transposed)
+def test_equals_the_product_for_any_number_of_rows(level, k, n, transposed, dtype):
+    # 17 rows are blocks of 6, 6 and 5; few rows are cut otherwise than many.
+    x, w, want = make_problem(17, k, n, transposed, dtype=dtype)
     got = native_multiply(x, w, transposed=transposed, out_dtype=jnp.float32)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
     for rows in (slice(3, 4), slice(2), slice(14, 17), slice(9), slice(5, 16)):
         some = native_multiply(x[rows], w, transposed=transposed, out_dtype=jnp.float32)
         np.testing.assert_array_equal(some, got[rows])
-    rounded = native_multiply(x, w, transposed=transposed)
+    rounded = native_multiply(x, w, transposed=transposed, out_dtype=jnp.bfloat16)
     np.testing.assert_array_equal(rounded, got.astype(jnp.bfloat16))
 
 
@@ -69,8 +71,9 @@ def test_what_is_not_finite_stays_in_its_row_and_column(level, transposed):
     np.testing.assert_allclose(got[rest][:, columns], want[rest][:, columns], atol=1e-4)
 
 
-def test_a_linear_layer_gives_a_token_the_same_bits_in_every_tree(level):
-    x, w, _ = make_problem(cpu.MOST_ROWS[level], 96, 70)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_linear_layer_gives_a_token_the_same_bits_in_every_tree(level, dtype):
+    x, w, _ = make_problem(cpu.MOST_ROWS[level][dtype], 96, 70, dtype=dtype)
     layer = jax.jit(lambda x: linear(x, w, jnp.ones(70, jnp.bfloat16)))
     whole = layer(x[None])[0]
     for rows in (1, 8):
@@ -86,7 +89,7 @@ def test_other_dtypes_are_left_to_xla():
         assert "eaglejax" not in program.lower(a, b).as_text()
         np.testing.assert_allclose(program(a, b), want, atol=1e-2)
         with pytest.raises(
-            KernelError, match=r"'cpu' takes bfloat16 activations and weights, not .*run on \['xla'\]"
+            KernelError, match=r"'cpu' takes bfloat16 or float32, .* alike, not .*run on \['xla'\]"
         ):
             native_multiply(a, b)
     for a, b, message in (
@@ -177,14 +180,15 @@ def test_float32_gradients_are_those_of_jaxs_own_rule():
 
 
 def test_the_gradient_by_weights_takes_the_kernel_where_it_is_faster(level):
-    x, w, _ = make_problem(2 * cpu.MOST_ROWS[level], 96, 70)
+    most = cpu.MOST_ROWS[level]["bfloat16"]
+    x, w, _ = make_problem(2 * most, 96, 70)
 
     def loss(x, w):
         return jnp.sum(dense_matmul(x, w, out_dtype=jnp.float32) ** 2)
 
     # A new function for each level: jax remembers what it traced.
     text = jax.jit(jax.grad(lambda w: loss(x, w))).lower(w).as_text()
-    assert ("eaglejax.DenseMatmul" in text) is (level == "avx512-bf16" or cpu.MOST_ROWS[level] >= 96)
+    assert ("eaglejax.DenseMatmul" in text) is (level == "avx512-bf16" or most >= 96)
 
 
 def test_gradients_under_vmap():
@@ -213,7 +217,7 @@ def test_what_has_no_vector_instructions_is_left_to_xla(monkeypatch, caplog):
     x, w, want = make_problem(2, 64, 40)
     monkeypatch.setenv(native.LEVEL_VARIABLE, "portable")
     np.testing.assert_allclose(dense_matmul(x, w, out_dtype=jnp.float32), want, atol=1e-4)
-    with pytest.raises(KernelError, match=r"cannot be made here: it needs .*avx2, .* level is portable"):
+    with pytest.raises(KernelError, match=r"cannot be made here: it needs .*avx2 .* level is portable"):
         native_multiply(x, w)
     monkeypatch.setenv(native.OFF_VARIABLE, "1")
     with pytest.raises(KernelError, match="turned off by EAGLEJAX_NO_NATIVE"):

@@ -9,12 +9,22 @@ from kernels_pallas import KernelError, native
 from kernels_pallas.soft_cross_entropy import KERNEL, soft_cross_entropy
 
 LEVEL, WHY = KERNEL.status()
-COMPILED = pytest.param("", marks=pytest.mark.skipif(LEVEL is None, reason=f"no native kernel: {WHY}"))
+# The level between shares its code with one or the other.
+LEVELS = [
+    level if level in (LEVEL, "avx2") else pytest.param(level, marks=pytest.mark.slow)
+    for level in native.levels_here()
+    if level in KERNEL.levels
+]
 
 
-@pytest.fixture(params=[COMPILED, "1"], ids=["kernel", "xla"])
+@pytest.fixture(params=[*LEVELS, "xla"])
 def implementation(request, monkeypatch):
-    monkeypatch.setenv(native.OFF_VARIABLE, request.param)
+    if request.param == "xla":
+        monkeypatch.setenv(native.OFF_VARIABLE, "1")
+    else:
+        monkeypatch.setenv(native.LEVEL_VARIABLE, request.param)
+        if LEVEL is None:
+            pytest.skip(f"no native kernel: {WHY}")
     jax.clear_caches()
 
 

@@ -6,9 +6,8 @@
 // is not seen adds exactly nothing. So a query's result depends on what it sees and not on how many other queries, or
 // unseen slots, stand in the call.
 
-#include <immintrin.h>
-
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -16,26 +15,26 @@
 
 #include "exponential.h"
 #include "kernel.h"
+#include "level.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 using kernel::ceil_div;
 using kernel::exponential;
+using kernel::Floats;
+using kernel::kLanes;
 
 namespace {
 
 constexpr int64_t kRows = 32;       // queries of a task, whose scores lie in a second-level cache
-constexpr int kLanes = 16;          // float32 numbers in a register
 constexpr int kScoreRows = 8;       // queries that share a load of keys
 constexpr int kOutRows = 4;         // queries that share a load of values
-constexpr int kOutVectors = 4;      // registers of a value that they share
+constexpr int kOutVectors = kernel::kRegisters == 32 ? 4 : 2;  // registers of a value that they share
 constexpr int64_t kWorkPerThread = 1 << 17;  // multiply-adds below which a thread costs more than it saves
 
 using Lengths = ffi::Buffer<ffi::S32, 1>;
 using Places = ffi::Buffer<ffi::S32, 2>;
 using Visibility = ffi::Buffer<ffi::PRED, 3>;
-
-#define KERNEL_UNROLL _Pragma("GCC unroll 16")
 
 struct Problem {
   int64_t batch, nodes, heads, dim, kv_heads, capacity, fresh;
@@ -51,55 +50,12 @@ struct Problem {
   int64_t window;
 };
 
-__m512 load(const float* p) { return _mm512_loadu_ps(p); }
-__m512 load(const uint16_t* p) {
-  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-}
-__m512 load(const int8_t* p) {
-  const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(narrow));
-}
-
-// cap * tanh(x / cap)
-__m512 capped(__m512 x, float cap) {
-  const __m512 size = _mm512_abs_ps(_mm512_div_ps(x, _mm512_set1_ps(cap)));
-  const __m512 e = exponential(_mm512_mul_ps(size, _mm512_set1_ps(-2.f)));
-  const __m512 one = _mm512_set1_ps(1.f);
-  const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
-  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-  const __m512 value = _mm512_mul_ps(tanh, _mm512_set1_ps(cap));
-  return _mm512_mask_sub_ps(value, negative, _mm512_setzero_ps(), value);
-}
-
-// The transpose of a 16 x 16 block of float32.
-void transpose(__m512 (&rows)[kLanes]) {
-  __m512 other[kLanes];
-  KERNEL_UNROLL
-  for (int i = 0; i < kLanes; i += 2) {
-    other[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
-    other[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
-  }
-  KERNEL_UNROLL
-  for (int i = 0; i < kLanes; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      const __m512d a = _mm512_castps_pd(other[i + j]), b = _mm512_castps_pd(other[i + j + 2]);
-      rows[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-      rows[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-    }
-  }
-  KERNEL_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    for (int half = 0; half < kLanes; half += 8) {
-      other[half + i] = _mm512_shuffle_f32x4(rows[half + i], rows[half + i + 4], 0x88);
-      other[half + i + 4] = _mm512_shuffle_f32x4(rows[half + i], rows[half + i + 4], 0xdd);
-    }
-  }
-  KERNEL_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    rows[i] = _mm512_shuffle_f32x4(other[i], other[i + 8], 0x88);
-    rows[i + 8] = _mm512_shuffle_f32x4(other[i], other[i + 8], 0xdd);
-  }
+// cap * tanh(x / cap). Out of line, as most models have no caps.
+__attribute__((noinline)) Floats capped(Floats x, float cap) {
+  const Floats size = kernel::magnitude(x / kernel::broadcast(cap)), one = kernel::broadcast(1.f);
+  const Floats e = exponential(size * kernel::broadcast(-2.f));
+  const Floats value = (one - e) / (one + e) * kernel::broadcast(cap);
+  return x < kernel::broadcast(0.f) ? -value : value;
 }
 
 // Calls body(count, its first row) for blocks of at most `most` rows; the count is a constant.
@@ -188,8 +144,8 @@ struct Task {
       for_blocks<kOutRows>(count, [&](auto size, int64_t i) {
         switch (left) {
           case 1: sum<size, 1>(i, d, totals); break;
-          case 2: sum<size, 2>(i, d, totals); break;
-          case 3: sum<size, 3>(i, d, totals); break;
+          case 2: sum<size, std::min(2, kOutVectors)>(i, d, totals); break;
+          case 3: sum<size, std::min(3, kOutVectors)>(i, d, totals); break;
           default: sum<size, kOutVectors>(i, d, totals);
         }
       });
@@ -201,47 +157,52 @@ struct Task {
     for (int64_t s = begin; s < slots; s += kLanes) {
       const int64_t here = std::min<int64_t>(kLanes, slots - s);
       for (int64_t d = 0; d < p.dim; d += kLanes) {
-        __m512 block[kLanes];
+        Floats block[kLanes];
         for (int j = 0; j < kLanes; ++j) {
-          block[j] = j < here ? load(keys + (s + j) * p.dim + d) : _mm512_setzero_ps();
+          block[j] = j < here ? kernel::widen(keys + (s + j) * p.dim + d) : kernel::broadcast(0.f);
         }
-        transpose(block);
-        for (int j = 0; j < kLanes; ++j) _mm512_storeu_ps(keys_turned + (d + j) * kLanes, block[j]);
+        kernel::transpose(block);
+        for (int j = 0; j < kLanes; ++j) kernel::store(keys_turned + (d + j) * kLanes, block[j]);
       }
-      __m512 factor = _mm512_set1_ps(p.scale);
+      Floats factor = kernel::broadcast(p.scale);
       if (scales != nullptr) {
-        factor = _mm512_mul_ps(factor, _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << here) - 1), scales + s));
+        float own[kLanes] = {};
+        std::memcpy(own, scales + s, here * sizeof(float));
+        factor *= kernel::load(own);
       }
       for_blocks<kScoreRows>(count, [&](auto size, int64_t i) {
-        __m512 sums[size];
-        for (int r = 0; r < size; ++r) sums[r] = _mm512_setzero_ps();
+        Floats sums[size];
+        KERNEL_UNROLL
+        for (int r = 0; r < size; ++r) sums[r] = kernel::broadcast(0.f);
         const float* q = queries + i * p.dim;
         for (int64_t d = 0; d < p.dim; ++d) {
-          const __m512 key = _mm512_loadu_ps(keys_turned + d * kLanes);
+          const Floats key = kernel::load(keys_turned + d * kLanes);
           KERNEL_UNROLL
           for (int r = 0; r < size; ++r) {
-            sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(q[r * p.dim + d]), key, sums[r]);
+            sums[r] = kernel::multiply_add(kernel::broadcast(q[r * p.dim + d]), key, sums[r]);
           }
         }
+        KERNEL_UNROLL
         for (int r = 0; r < size; ++r) {
-          const __m512 value = _mm512_mul_ps(sums[r], factor);
-          _mm512_storeu_ps(scores + (i + r) * stride + s, p.softcap > 0 ? capped(value, p.softcap) : value);
+          const Floats value = sums[r] * factor;
+          kernel::store(scores + (i + r) * stride + s, p.softcap > 0 ? capped(value, p.softcap) : value);
         }
       });
     }
   }
 
-  // Which of the slots s .. s + 15 query i sees.
-  __mmask16 seen(int64_t i, int64_t s) const {
+  // Which of the kLanes slots from s on query i sees, a bit each.
+  uint32_t seen(int64_t i, int64_t s) const {
     const int64_t n = node(i), from = oldest(n);
-    if (s + kLanes <= length) return static_cast<__mmask16>(0xffff << std::clamp<int64_t>(from - s, 0, kLanes));
+    constexpr uint32_t all = (1u << kLanes) - 1;
+    if (s + kLanes <= length) return all & (all << std::clamp<int64_t>(from - s, 0, kLanes));
     const bool* visible = p.visible + (row * p.nodes + n) * p.fresh;
     const int32_t* at = p.slot_positions + row * p.fresh;
-    __mmask16 mask = 0;
+    uint32_t mask = 0;
     for (int64_t j = 0; j < kLanes && s + j < slots; ++j) {
       const int64_t fresh = s + j - length;
       const bool sees = fresh < 0 ? s + j >= from : visible[fresh] && at[fresh] >= from;
-      mask |= static_cast<__mmask16>(sees << j);
+      mask |= static_cast<uint32_t>(sees) << j;
     }
     return mask;
   }
@@ -249,41 +210,45 @@ struct Task {
   // Scores of query i to weights, the largest of them 1; zeros where it does not see.
   void weigh(int64_t i) {
     float* own = scores + i * stride;
-    __m512 top = _mm512_set1_ps(-INFINITY);
+    Floats top = kernel::broadcast(-INFINITY);
     for (int64_t s = begin; s < stride; s += kLanes) {
-      top = _mm512_mask_max_ps(top, seen(i, s), top, _mm512_loadu_ps(own + s));
+      top = kernel::choose(seen(i, s), kernel::larger(top, kernel::load(own + s)), top);
     }
-    const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+    const Floats most = kernel::broadcast(kernel::largest(top));
     for (int64_t s = begin; s < stride; s += kLanes) {
-      const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(own + s), most));
-      _mm512_storeu_ps(own + s, _mm512_maskz_mov_ps(seen(i, s), weight));
+      const Floats weight = exponential(kernel::load(own + s) - most);
+      kernel::store(own + s, kernel::choose(seen(i, s), weight, kernel::broadcast(0.f)));
     }
   }
 
   // Channels d .. of the outputs of queries i ..
   template <int rows, int vectors>
   void sum(int64_t i, int64_t d, const float* totals) {
-    __m512 sums[rows][vectors];
+    Floats sums[rows][vectors];
+    KERNEL_UNROLL
     for (int r = 0; r < rows; ++r) {
-      for (int j = 0; j < vectors; ++j) sums[r][j] = _mm512_setzero_ps();
+      KERNEL_UNROLL
+      for (int j = 0; j < vectors; ++j) sums[r][j] = kernel::broadcast(0.f);
     }
     const float* weights = scores + i * stride;
     for (int64_t s = begin; s < slots; ++s) {
       const T* value = values + s * p.dim + d;
-      __m512 loaded[vectors];
+      Floats loaded[vectors];
       KERNEL_UNROLL
-      for (int j = 0; j < vectors; ++j) loaded[j] = load(value + j * kLanes);
+      for (int j = 0; j < vectors; ++j) loaded[j] = kernel::widen(value + j * kLanes);
       KERNEL_UNROLL
       for (int r = 0; r < rows; ++r) {
-        const __m512 weight = _mm512_set1_ps(weights[r * stride + s]);
+        const Floats weight = kernel::broadcast(weights[r * stride + s]);
         KERNEL_UNROLL
-        for (int j = 0; j < vectors; ++j) sums[r][j] = _mm512_fmadd_ps(weight, loaded[j], sums[r][j]);
+        for (int j = 0; j < vectors; ++j) sums[r][j] = kernel::multiply_add(weight, loaded[j], sums[r][j]);
       }
     }
+    KERNEL_UNROLL
     for (int r = 0; r < rows; ++r) {
-      const __m512 total = _mm512_set1_ps(std::max(totals[i + r], 1e-30f));
+      const Floats total = kernel::broadcast(std::max(totals[i + r], 1e-30f));
       float result[vectors * kLanes];
-      for (int j = 0; j < vectors; ++j) _mm512_storeu_ps(result + j * kLanes, _mm512_div_ps(sums[r][j], total));
+      KERNEL_UNROLL
+      for (int j = 0; j < vectors; ++j) kernel::store(result + j * kLanes, sums[r][j] / total);
       const int64_t at = number(i + r) + d;
       for (int c = 0; c < vectors * kLanes; ++c) {
         if (p.out_bfloat16) {
@@ -304,7 +269,7 @@ void attend(ffi::ThreadPool& pool, const Problem& p) {
   for (int64_t b = 0; b < p.batch; ++b) used += std::max<int64_t>(0, p.lengths[b] + p.fresh);
   const int64_t worth = std::max<int64_t>(1, used * p.kv_heads * queries * p.dim / kWorkPerThread);
   const int64_t threads = std::min({worth, tasks, std::max<int64_t>(1, pool.num_threads())});
-  kernel::parallel_for(pool, threads, tasks, [&](int64_t index) { Task<T>(p, index, blocks).run(); });
+  kernel::parallel_for(pool, threads, tasks, [&](int64_t index, int64_t) { Task<T>(p, index, blocks).run(); });
 }
 
 const float* optional(const ffi::AnyBuffer& buffer) {

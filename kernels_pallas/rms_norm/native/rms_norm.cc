@@ -54,7 +54,7 @@ ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, Row weight, float ep
   const int64_t threads =
       std::clamp<int64_t>(rows * size / kNumbersPerThread, 1, std::max<int64_t>(1, pool.num_threads()));
   const float* w = weight.typed_data();
-  kernel::parallel_for(pool, threads, threads, [&](int64_t part) {
+  kernel::parallel_for(pool, threads, threads, [&](int64_t part, int64_t) {
     for (int64_t r = part * rows / threads; r < (part + 1) * rows / threads; ++r) {
       if (type == ffi::F32) {
         normalise(static_cast<const float*>(x.untyped_data()) + r * size, w, eps, size,

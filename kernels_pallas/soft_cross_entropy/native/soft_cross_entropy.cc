@@ -4,8 +4,6 @@
 // XLA:CPU makes a pass over all rows of each sum and of the gradient, from memory; here a row is read from memory
 // once and stays in a second-level cache for the passes that follow.
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -14,13 +12,18 @@
 
 #include "exponential.h"
 #include "kernel.h"
+#include "level.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int64_t kLanes = 16;
+using kernel::broadcast;
+using kernel::Floats;
+using kernel::kLanes;
+using kernel::load;
+
 constexpr int64_t kNumbersPerThread = 1 << 16;  // fewer cost more to share out than they save
 constexpr int64_t kChunksPerThread = 8;
 
@@ -28,18 +31,26 @@ using Rows = ffi::Buffer<ffi::F32, 2>;
 using Row = ffi::Buffer<ffi::F32, 1>;
 using Ids = ffi::Buffer<ffi::S32, 1>;
 
-__mmask16 lanes(int64_t left) { return left >= kLanes ? 0xffff : static_cast<__mmask16>((1u << left) - 1); }
+// Numbers of a row in whole registers, the last filled up.
+Floats load(const float* row, int64_t at, int64_t size, float filling) {
+  if (at + kLanes <= size) return kernel::load(row + at);
+  float rest[kLanes];
+  for (int i = 0; i < kLanes; ++i) rest[i] = at + i < size ? row[at + i] : filling;
+  return kernel::load(rest);
+}
 
-void store(float* to, __mmask16 mask, __m512 value) { _mm512_mask_storeu_ps(to, mask, value); }
+void store(float* row, int64_t at, int64_t size, Floats value) {
+  float numbers[kLanes];
+  kernel::store(numbers, value);
+  std::memcpy(row + at, numbers, std::min<int64_t>(kLanes, size - at) * sizeof(float));
+}
 
-// Rounds to the nearest, ties to even; a nan stays one.
-void store(uint16_t* to, __mmask16 mask, __m512 value) {
-  const __m512i bits = _mm512_castps_si512(value);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
-                                  _mm512_set1_epi32(0x7fc00000));
-  _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+void store(uint16_t* row, int64_t at, int64_t size, Floats value) {
+  float numbers[kLanes];
+  kernel::store(numbers, value);
+  uint16_t rounded[kLanes];
+  for (int i = 0; i < kLanes; ++i) rounded[i] = kernel::to_bfloat16(numbers[i]);
+  std::memcpy(row + at, rounded, std::min<int64_t>(kLanes, size - at) * sizeof(uint16_t));
 }
 
 struct Figures {
@@ -50,37 +61,36 @@ struct Figures {
 template <typename Out>
 Figures row(const float* logits, const float* log_p, float inside, int64_t size, float* exponentials, float* law,
             Out* gradient) {
-  const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  __m512 tops = lowest;
-  for (int64_t i = 0; i < size; i += kLanes) {
-    tops = _mm512_max_ps(tops, _mm512_mask_loadu_ps(lowest, lanes(size - i), logits + i));
-  }
-  const float top = _mm512_reduce_max_ps(tops);
+  constexpr float lowest = -std::numeric_limits<float>::infinity();
+  Floats tops = broadcast(lowest);
+  for (int64_t i = 0; i < size; i += kLanes) tops = kernel::larger(tops, load(logits, i, size, lowest));
+  const float top = kernel::largest(tops);
   int64_t best = 0;
   while (best + 1 < size && logits[best] != top) ++best;
 
-  __m512 sums = _mm512_setzero_ps(), masses = sums, products = sums;
+  // What is behind the row has no probability: its exponentials are zeros, which meet no infinity.
+  Floats sums = broadcast(0.f), masses = sums, products = sums;
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __mmask16 mask = lanes(size - i);
-    const __m512 x = _mm512_maskz_sub_ps(mask, _mm512_maskz_loadu_ps(mask, logits + i), _mm512_set1_ps(top));
-    const __m512 e = _mm512_maskz_mov_ps(mask, kernel::exponential(x));
-    const __m512 p = _mm512_maskz_mov_ps(mask, kernel::exponential(_mm512_maskz_loadu_ps(mask, log_p + i)));
-    _mm512_storeu_ps(exponentials + i, e);
-    _mm512_storeu_ps(law + i, p);
-    sums = _mm512_add_ps(sums, e);
-    masses = _mm512_add_ps(masses, p);
-    products = _mm512_fmadd_ps(p, x, products);
+    const uint32_t there = size - i >= kLanes ? (1u << kLanes) - 1 : (1u << (size - i)) - 1;
+    const Floats none = broadcast(0.f);
+    const Floats x = kernel::choose(there, load(logits, i, size, lowest) - broadcast(top), none);
+    const Floats e = kernel::choose(there, kernel::exponential(x), none);
+    const Floats p = kernel::exponential(load(log_p, i, size, lowest));
+    kernel::store(exponentials + i, e);
+    kernel::store(law + i, p);
+    sums += e;
+    masses += p;
+    products = kernel::multiply_add(p, x, products);
   }
-  const float sum = _mm512_reduce_add_ps(sums), mass = _mm512_reduce_add_ps(masses);
-  const __m512 share = _mm512_set1_ps(1 / sum), whole = _mm512_set1_ps(mass), reach = _mm512_set1_ps(inside);
-  __m512 kept = _mm512_setzero_ps();
+  const float sum = kernel::sum_lanes(sums), mass = kernel::sum_lanes(masses);
+  const Floats share = broadcast(1 / sum), whole = broadcast(mass), reach = broadcast(inside);
+  Floats kept = broadcast(0.f);
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __m512 q = _mm512_mul_ps(_mm512_loadu_ps(exponentials + i), share), p = _mm512_loadu_ps(law + i);
-    kept = _mm512_add_ps(kept, _mm512_min_ps(_mm512_mul_ps(p, reach), q));
-    store(gradient + i, lanes(size - i), _mm512_fmsub_ps(q, whole, p));
+    const Floats q = load(exponentials + i) * share, p = load(law + i);
+    kept += kernel::smaller(p * reach, q);
+    store(gradient, i, size, kernel::multiply_add(q, whole, -p));
   }
-  return {mass * std::log(sum) - _mm512_reduce_add_ps(products), _mm512_reduce_add_ps(kept),
-          static_cast<int32_t>(best)};
+  return {mass * std::log(sum) - kernel::sum_lanes(products), kernel::sum_lanes(kept), static_cast<int32_t>(best)};
 }
 
 ffi::Error soft_cross_entropy(ffi::ThreadPool pool, Rows logits, Rows log_p, Row inside, ffi::Result<Row> entropy,
@@ -94,7 +104,7 @@ ffi::Error soft_cross_entropy(ffi::ThreadPool pool, Rows logits, Rows log_p, Row
   const int64_t threads =
       std::clamp<int64_t>(rows * size / kNumbersPerThread, 1, std::max<int64_t>(1, pool.num_threads()));
   const int64_t chunks = threads == 1 ? 1 : std::min(rows, threads * kChunksPerThread);
-  kernel::parallel_for(pool, threads, chunks, [&](int64_t chunk) {
+  kernel::parallel_for(pool, threads, chunks, [&](int64_t chunk, int64_t) {
     thread_local std::vector<float> scratch;
     const int64_t padded = kernel::ceil_div(size, kLanes) * kLanes;
     scratch.resize(2 * padded);
