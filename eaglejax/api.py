@@ -74,11 +74,12 @@ def encode_prompt(
     ``split_special_tokens``: control tokens that the text or conversation spells are text. Raises
     RequestError for anything else, and for variables without a template to read them.
     """
+    variables = template_variables(variables or {})
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
     if isinstance(prompt, Conversation) or (several and all(isinstance(m, Mapping) for m in prompt)):
-        conversation = as_conversation(prompt).with_defaults(variables or {})
+        conversation = as_conversation(prompt).with_defaults(variables)
         return tuple(
             target.need_tokenizer().encode_conversation(
                 conversation, split_special_tokens=split_special_tokens
@@ -250,9 +251,7 @@ def _requests(
     ends = _stop_ids(stop_token_ids, len(items))
     for item, s, limit, guess, more, end in zip(items, samplings, limits, guesses, given, ends, strict=True):
         try:
-            ids = encode_prompt(
-                target, item, template_variables(more or {}), split_special_tokens=split_special_tokens
-            )
+            ids = encode_prompt(target, item, more, split_special_tokens=split_special_tokens)
             if isinstance(guess, str):
                 guess = target.need_tokenizer().encode(guess, special=False)
             request = Request(ids, s, limit, stops, None if guess is None else tuple(guess), end)

@@ -101,7 +101,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 def as_conversation(value: Any) -> Conversation:
     """A Conversation, checked again, or a list of messages as one. Raises RequestError."""
     if isinstance(value, Conversation):
-        return Conversation(read_messages(value.messages), value.variables)
+        return Conversation(read_messages(value.messages), template_variables(value.variables))
     return Conversation(read_messages(value))
 
 

@@ -11,7 +11,7 @@ from eaglejax.errors import ConfigError
 _MOST_PARTS = 1 << 14
 """Layers, or experts of a layer, beyond which a config is taken for damaged."""
 
-_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+ELSEWHERE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("query_pre_attn_scalar", "hidden_activation"), ()),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq"), (0,)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), (1,)),
@@ -105,7 +105,7 @@ class ConfigReader:
 
     def refuse_foreign(self, **neutral: Any) -> None:
         """Refuse keys of other families; ``neutral``: more values that change nothing in this config."""
-        for key, values in _ELSEWHERE.items():
+        for key, values in ELSEWHERE.items():
             value = self.config.get(key)
             if value is None or key in self.defaults:
                 continue

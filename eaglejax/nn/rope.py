@@ -21,8 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.errors import ConfigError
+from eaglejax.naming import known_name
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_ALIASES = {"su": "longrope", "mrope": "default"}
+"""Earlier names of kinds; of a multimodal rotation only the text's is computed, which is the plain one."""
 _PRETRAINED = ("yarn", "llama3", "longrope")  # kinds that refer to the length before extension
 
 
@@ -314,6 +317,8 @@ def from_hf(
             return
         key = "rope_type" if key == "type" else key
         _check_setting(key, value, where)
+        if key == "rope_type":
+            value = known_name(value, KINDS, _ALIASES) or value
         if key in settings and settings[key][0] != value:
             first, first_where = settings[key]
             raise ConfigError(

@@ -9,6 +9,8 @@ import pytest
 from loop_tools import prompts, tiny_target
 
 import eaglejax as ej
+from eaglejax.api import encode_prompt
+from eaglejax.conversation import Conversation
 from eaglejax.errors import ConfigError, RequestError
 
 LOOKUP = ej.NGram(length=2)
@@ -75,3 +77,15 @@ def test_every_prompt_has_stop_tokens_of_its_own() -> None:
 def test_prompts_that_are_none_are_refused(given: Any) -> None:
     with pytest.raises(RequestError):
         ej.generate(tiny_target(), given, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+def test_no_door_lets_a_variable_take_a_reserved_name(name: str) -> None:
+    """Neither as an argument nor inside a Conversation, which anybody may build."""
+    message = {"role": "user", "content": "x"}
+    target = tiny_target()
+    for prompt, variables in (([message], {name: []}), (Conversation((message,), {name: []}), None)):
+        with pytest.raises(RequestError, match="no variable to be set"):
+            encode_prompt(target, prompt, variables)
+    with pytest.raises(RequestError, match="tools are a list of objects"):
+        encode_prompt(target, Conversation((message,), {"tools": "x"}))

@@ -123,7 +123,7 @@ def test_scaling_type_is_read_under_both_names(section, key):
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 4.0}},
             ["rope_scaling.factor", "rope_parameters.factor"],
         ),
-        ({"rope_scaling": {"rope_type": "mrope"}}, ["mrope", "llama3"]),
+        ({"rope_scaling": {"rope_type": "ntk"}}, ["ntk", "llama3"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["linear", "factor"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["low_freq_factor"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "object"]),

@@ -14,6 +14,7 @@ from typing import Any
 from eaglejax.drafts.eagle.config import AuxNorm
 from eaglejax.drafts.eagle.files.settings import KEY
 from eaglejax.drafts.eagle.files.shapes import Shapes
+from eaglejax.models.config_reader import ELSEWHERE
 
 _LAYER = r"layers\.\d+\."
 _SWITCHES: dict[str, tuple[str, str]] = {
@@ -34,6 +35,7 @@ def switches(file: Shapes, version: int) -> dict[str, bool]:
         name: any(re.fullmatch(pattern, n) for n in file.store.names())
         for name, (pattern, _) in _SWITCHES.items()
     }
+    check_foreign(file)
     for name, present in found.items():
         recorded = file.settings.get(name)
         if recorded is not None and recorded != present:
@@ -43,6 +45,8 @@ def switches(file: Shapes, version: int) -> dict[str, bool]:
                 + ("a tensor was lost" if recorded else "it is not of this draft")
             )
     for key, says, names in _promises(file, version, found):
+        if says is not None and not isinstance(says, bool):
+            file.fail(f"{key} is {says!r}; it must be true or false")
         for name in names:
             if says and not found[name]:
                 what = f"that fc has a bias ({key}: true)" if name == "fc_bias" else f"{key}: true"
@@ -57,6 +61,47 @@ def switches(file: Shapes, version: int) -> dict[str, bool]:
     if file.layer.get("mlp_bias") is True:
         file.fail("config.json says mlp_bias: true; the MLP of drafts here has no biases")
     return found
+
+
+_SCALES = (
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale"),
+    *("lm_head_multiplier", "scale_emb", "scale_depth", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("clip_qkv", "alibi", "rope_interleave", "rope_interleaved", "rotary_pct", "rope_ratio", "qk_layernorm"),
+)
+"""Keys of other families whose readers compute with them in whatever layer they find."""
+
+_EAGLE_CONFIG: dict[str, tuple[Any, ...]] = {
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+}
+"""Choices of modelopt's layers, with the one that drafts here have."""
+
+
+def check_foreign(file: Shapes) -> None:
+    """Refuse, or name in a note, settings of other families that no draft here computes with. Raises
+    CheckpointError."""
+    inner = file.raw.get("eagle_config")
+    if inner is not None and not isinstance(inner, Mapping):
+        file.fail(f"eagle_config is {inner!r:.80}; it must be an object")
+    for key, values in ELSEWHERE.items():
+        value = file.layer.get(key)
+        if value is None or value in values or key in ("use_qk_norm", "hidden_activation"):
+            continue
+        if key in _SCALES:
+            file.fail(f"config.json says {key}: {value!r:.80}, which drafts here do not compute with")
+        if key != "query_pre_attn_scalar" or value != file.layer.get("head_dim"):
+            file.notes.append(f"config.json says {key}: {value!r:.80}, which drafts here do not read")
+    for key, values in _EAGLE_CONFIG.items():
+        value = (inner or {}).get(key)
+        if value is not None and value not in values:
+            file.fail(f"eagle_config says {key}: {value!r:.80}, which drafts here do not compute with")
+    window = file.layer.get("sliding_window")
+    if window and not file.layer.get("layer_types") and file.layer.get("use_sliding_window") is not False:
+        file.notes.append(
+            f"config.json says sliding_window: {window!r:.80}, but no layer_types that say which layers "
+            "slide; none does"
+        )
 
 
 def _promises(

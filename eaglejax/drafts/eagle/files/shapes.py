@@ -73,9 +73,10 @@ class Shapes:
         return shape[0], shape[1]
 
     def flag(self, name: str, default: bool | None = None) -> bool | None:
-        """A boolean that stands at the top, in ``eagle_config`` or in eaglejax's own block."""
+        """A boolean that stands at the top, in the nested layers' settings, in ``eagle_config`` or in
+        eaglejax's own block."""
         inner = self.raw.get("eagle_config")
-        places = [self.raw, self.settings, *([inner] if isinstance(inner, Mapping) else [])]
+        places = [self.raw, self.layer, self.settings, *([inner] if isinstance(inner, Mapping) else [])]
         found = [p[name] for p in places if p.get(name) is not None]
         if any(value != found[0] for value in found):
             self.fail(f"config.json says {name} twice and differently")
