@@ -16,7 +16,7 @@ import torch_cases as cases
 from eaglejax.errors import ConfigError
 from eaglejax.interop.backends.adapter import get_adapter
 from eaglejax.interop.backends.arrays import to_numpy
-from eaglejax.interop.convert import export
+from eaglejax.interop.convert import export, parts
 from eaglejax.interop.convert.tensors import cache_to_torch, to_torch, tree_to_torch
 from eaglejax.interop.models import decoder as torch_decoder
 from eaglejax.interop.models import layers
@@ -135,7 +135,7 @@ def test_what_torch_does_not_compute_is_refused_by_name(monkeypatch):
         export.decoder_spec(cases.CONFIGS["gemma3"])
     export.decoder_spec(cases.CONFIGS["llama3"])  # a setting that is not in use does no harm
     with pytest.raises(ConfigError, match="does not know 'int8'"):
-        export.cache_dtype("int8")
+        parts.cache_dtype("int8")
     with pytest.raises(ConfigError, match="activation 'swish'"):
         layers.activation("swish")
 
@@ -150,7 +150,7 @@ def test_specs_of_another_version_are_refused_with_what_differs():
 
 def test_rope_frequencies_survive_json_to_the_bit():
     rope = RopeConfig("llama3", 500000.0, 131072, factor=8.0, original_max_position=8192)
-    spec = json.loads(json.dumps(dataclasses.asdict(export.rope_spec(rope, 128))))
+    spec = json.loads(json.dumps(dataclasses.asdict(parts.rope_spec(rope, 128))))
     assert np.array_equal(np.asarray(spec["inv_freq"], np.float32), frequencies(rope, 128)[0])
 
 

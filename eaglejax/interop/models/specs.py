@@ -1,7 +1,7 @@
 """What the torch models need to know of a configuration, as plain data that travels in a JSON file.
 
-``convert.export`` makes these from ``ModelConfig``, ``EagleConfig`` and the trees. Rotary frequencies are
-numbers here, computed once by ``nn.rope``, so that both sides turn by the same angles.
+``convert`` makes these from configurations and trees. Rotary frequencies are numbers here, computed once by
+``nn.rope``, so that both sides turn by the same angles.
 """
 
 from __future__ import annotations

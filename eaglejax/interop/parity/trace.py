@@ -16,7 +16,7 @@ import numpy as np
 
 from eaglejax.drafts.base import Bound, Request
 from eaglejax.errors import ConfigError, RequestError
-from eaglejax.interop.convert.export import eagle_of
+from eaglejax.interop.convert.export import draft_tree
 from eaglejax.interop.parity.compare import Committed, Recorded, Stage, in_order, is_coarse
 from eaglejax.interop.parity.names import Place, parse
 from eaglejax.models.target import Target
@@ -35,7 +35,7 @@ class Tracer:
     """
 
     def __init__(self, target: Target, draft: Bound) -> None:
-        if eagle_of(draft)[0].min_confidence:
+        if draft_tree(draft).min_confidence:
             raise ConfigError("parity compares trees that are grown whole: leave out min_confidence")
         self._target, self._draft = target, draft
 
