@@ -138,13 +138,13 @@ class KVFormat:
 
 def uncalibrated_format(value: Any) -> KVFormat:
     """``kv_format`` for a draft's cache, for which no scales are calibrated. Raises ConfigError."""
-    format = kv_format(value)
-    if format.static:
+    kv_form = kv_format(value)
+    if kv_form.static:
         raise ConfigError(
-            f"a draft's cache cannot be {format.name!r}: its scales would have to be calibrated; use 'int8', "
-            "whose scales come with the tokens"
+            f"a draft's cache cannot be {kv_form.name!r}: its scales would have to be calibrated; "
+            "use 'int8', whose scales come with the tokens"
         )
-    return format
+    return kv_form
 
 
 def kv_format(value: Any) -> KVFormat:

@@ -188,14 +188,14 @@ def _settings(method: Method) -> str:
     return ", ".join(names) or "none"
 
 
-def with_cache(target: ej.Target, format: str | None) -> ej.Target:
-    """``target`` with keys and values in ``format``; None: in the one that its files ask for, or its dtype.
+def with_cache(target: ej.Target, kv_form: str | None) -> ej.Target:
+    """``target`` with keys and values in ``kv_form``; None: in the one that its files ask for, or its dtype.
 
     Raises ConfigError for a format that is not known, and for int8-static without calibrated scales.
     """
-    if format is None:
+    if kv_form is None:
         return target
-    form = kv_format(format)
+    form = kv_format(kv_form)
     if form.static and target.cache_scales is None:
         raise ConfigError(
             f"{target.name} brings no scales for an int8-static cache; quantise it with `eaglejax quantize` "

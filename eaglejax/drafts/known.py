@@ -36,12 +36,12 @@ class KnownDraft:
         for key in self.keys:
             inner = raw.get("eagle_config")
             for place in (raw, inner if isinstance(inner, Mapping) else {}):
-                value = place.get(key)
+                given = place.get(key)
                 # A count of one step, a false or a null switches the kind off.
-                if value not in (None, False, 0, [], {}) and not (
-                    key == "parallel_draft_step" and value == 1
+                if given not in (None, False, 0, [], {}) and not (
+                    key == "parallel_draft_step" and given == 1
                 ):
-                    return f"{key} {value!r}" if isinstance(value, int | str) else key
+                    return f"{key} {given!r}" if isinstance(given, int | str) else key
         return None
 
     def holds(self, files: DraftFiles) -> bool:

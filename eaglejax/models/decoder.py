@@ -71,9 +71,9 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -
     return pytree.initialize(param_table(config, dtype), key)
 
 
-def cache_table(config: ModelConfig, batch: int, capacity: int, format: KVFormat) -> Cache:
+def cache_table(config: ModelConfig, batch: int, capacity: int, kv_form: KVFormat) -> Cache:
     """Shape, dtype and logical axes of every array of a cache of ``capacity`` slots a row."""
-    layers = (config.block(i).mixer.cache_table(batch, capacity, format) for i in range(config.num_layers))
+    layers = (config.block(i).mixer.cache_table(batch, capacity, kv_form) for i in range(config.num_layers))
     return caches.table(tuple(layers), batch)
 
 
@@ -81,14 +81,14 @@ def init_cache(
     config: ModelConfig,
     batch: int,
     capacity: int,
-    format: Any = "float32",
+    kv_form: Any = "float32",
     scales: CacheScales | None = None,
 ) -> Cache:
     """An empty cache of ``capacity`` slots a row for this model.
 
-    ``format``: see ``kv_format``; int8-static needs ``scales``, and no other takes them. Raises ConfigError.
+    ``kv_form``: see ``kv_format``; int8-static needs ``scales``, and no other takes them. Raises ConfigError.
     """
-    return fill(cache_table(config, batch, capacity, kv_format(format)), format, scales)
+    return fill(cache_table(config, batch, capacity, kv_format(kv_form)), kv_form, scales)
 
 
 def forward(

@@ -142,22 +142,22 @@ def footprint(
     layer, three copies of the logits that are sampled from, and the scores of one layer, with their weights
     and, where XLA reads a narrow cache, one layer's keys and values in the weights' dtype.
     """
-    format = kv_format(cache_dtype)
-    scores = scores or not format.kernel
+    kv_form = kv_format(cache_dtype)
+    scores = scores or not kv_form.kernel
     element = dtype_bytes(weight_dtype)
     weights = -(-int(parameter_count(config) * element) // shards) + extra
-    weights += cache_scale_bytes(config, format)
-    per_token = cache_bytes_per_token(config, format, lanes=lanes, shards=shards)
+    weights += cache_scale_bytes(config, kv_form)
+    per_token = cache_bytes_per_token(config, kv_form, lanes=lanes, shards=shards)
     tokens = max(nodes, prefill)
     widest = max(_activations(config.block(i)) for i in range(config.num_layers))
     activations = tokens * F32 * (3 * config.hidden_size + widest // shards)
     logits = 3 * F32 * nodes * config.vocab_size // shards
-    row = activations + logits + cache_row_bytes(config, format, shards=shards)
+    row = activations + logits + cache_row_bytes(config, kv_form, shards=shards)
     # A float32 score, its weight in the dtype it meets the values in and its mask, for every query and head.
-    met = format.element_bytes if format.plain else element
+    met = kv_form.element_bytes if kv_form.plain else element
     per_slot = int(tokens * config.num_heads * (F32 + met + 1) / shards) if per_token else 0
     if scores:
-        expanded = int(_expanded(config, format, shards) * element)
+        expanded = int(_expanded(config, kv_form, shards) * element)
         return Footprint(available, weights, per_token + per_slot + expanded, row)
     return Footprint(available, weights, per_token, row + tokens * per_slot)
 
@@ -173,9 +173,9 @@ def _activations(block: Block) -> int:
     return mixed + 2 * (feed if isinstance(feed, int) else feed.top_k * feed.intermediate_size)
 
 
-def _expanded(config: ModelConfig, format: KVFormat, shards: int) -> int:
+def _expanded(config: ModelConfig, kv_form: KVFormat, shards: int) -> int:
     """Numbers a token of the widest layer's packed sides, which XLA expands."""
-    layers = decoder.cache_table(config, 1, 1, format).layers
+    layers = decoder.cache_table(config, 1, 1, kv_form).layers
     widest = 0
     for layer in layers:
         sides = jax.tree.leaves(layer, is_leaf=lambda x: isinstance(x, PackedKV))

@@ -56,7 +56,7 @@ class Mixer(Protocol):
     def table(self, wide: int, hidden: int, norm: Norm, dtype: Any) -> Weights:
         """Its weights, for inputs of width ``wide`` and results of width ``hidden``."""
 
-    def cache_table(self, batch: int, capacity: int, format: KVFormat) -> Any:
+    def cache_table(self, batch: int, capacity: int, kv_form: KVFormat) -> Any:
         """Its memory, as ``ArrayInfo`` leaves."""
 
     def __call__(
@@ -107,10 +107,10 @@ class GroupedQuery:
             table |= {"q_norm": norm.table(self.head_dim, dtype), "k_norm": norm.table(self.head_dim, dtype)}
         return table
 
-    def cache_table(self, batch: int, capacity: int, format: KVFormat) -> KV:
+    def cache_table(self, batch: int, capacity: int, kv_form: KVFormat) -> KV:
         """Keys and values; keys as differences from a row's first where no softcap would notice."""
         return KV.table(
-            format,
+            kv_form,
             batch=batch,
             capacity=capacity,
             kv_heads=self.kv_heads,

@@ -40,7 +40,7 @@ class KV:
     @classmethod
     def table(
         cls,
-        format: KVFormat,
+        kv_form: KVFormat,
         *,
         batch: int,
         capacity: int,
@@ -56,7 +56,7 @@ class KV:
         """
 
         def side(dim: int, centred: bool) -> Any:
-            return kv_codec.table(format, (batch, kv_heads, capacity, dim), SLOTS, centred=centred)
+            return kv_codec.table(kv_form, (batch, kv_heads, capacity, dim), SLOTS, centred=centred)
 
         return cls(side(key_dim, centred), side(value_dim, False))
 
@@ -170,13 +170,13 @@ def init_cache(
     capacity: int,
     kv_heads: int,
     head_dim: int,
-    format: Any = "float32",
+    kv_form: Any = "float32",
     scales: CacheScales | None = None,
     centred: bool = False,
 ) -> Cache:
     """An empty cache of ``layers`` times keys and values of one size; see ``KV.table`` and ``fill``."""
     layer = KV.table(
-        kv_format(format),
+        kv_format(kv_form),
         batch=batch,
         capacity=capacity,
         kv_heads=kv_heads,
@@ -184,20 +184,20 @@ def init_cache(
         value_dim=head_dim,
         centred=centred,
     )
-    return fill(caches.table((layer,) * layers, batch), format, scales)
+    return fill(caches.table((layer,) * layers, batch), kv_form, scales)
 
 
-def fill(table: Cache, format: Any, scales: CacheScales | None = None) -> Cache:
-    """An empty cache of ``table``, whose layers hold keys and values in ``format``.
+def fill(table: Cache, kv_form: Any, scales: CacheScales | None = None) -> Cache:
+    """An empty cache of ``table``, whose layers hold keys and values in ``kv_form``.
 
     int8-static needs ``scales``, and no other format takes them. Raises ConfigError.
     """
-    format = kv_format(format)
-    if format.static != (scales is not None):
+    kv_form = kv_format(kv_form)
+    if kv_form.static != (scales is not None):
         raise ConfigError(
             "an int8-static cache needs calibrated scales (quant.kv.calibrate_cache); 'int8' needs none"
-            if format.static
-            else f"calibrated scales are for an int8-static cache, not for {format.name!r}"
+            if kv_form.static
+            else f"calibrated scales are for an int8-static cache, not for {kv_form.name!r}"
         )
     empty: Cache = pytree.zeros(table)
     if scales is None:

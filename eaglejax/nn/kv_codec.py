@@ -80,7 +80,7 @@ def each(function: Callable[..., jax.Array], stored: Any, *others: Any) -> Any:
 
 
 def table(
-    format: KVFormat,
+    kv_form: KVFormat,
     shape: tuple[int, ...],
     slots: str,
     *,
@@ -97,18 +97,18 @@ def table(
     def info(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Any:
         return ArrayInfo(shape, dtype, axes, constant(0))
 
-    if format.plain:
-        return info(shape, format.dtype, "batch", heads, slots, None)
-    if format.rotation is not None and shape[3] < 2:
-        raise ConfigError(f"cache format {format.name!r} rotates heads of 2 channels or more, not {shape[3]}")
+    if kv_form.plain:
+        return info(shape, kv_form.dtype, "batch", heads, slots, None)
+    if kv_form.rotation is not None and shape[3] < 2:
+        raise ConfigError(f"{kv_form.name!r} rotates heads of 2 or more channels, not {shape[3]}")
     rows, dim = shape[:3], shape[3]
     centre = (*shape[:2], dim)
     return PackedKV(
-        codes=info((*rows, format.width(dim)), format.dtype, "batch", heads, slots, None),
-        scale=info(rows, jnp.float32, "batch", heads, slots) if format.scaled else None,
-        channels=info((shape[1], dim), jnp.float32, heads, None) if format.static else None,
-        centre=info(centre, jnp.float32, "batch", heads, None) if centred and format.scaled else None,
-        format=format,
+        codes=info((*rows, kv_form.width(dim)), kv_form.dtype, "batch", heads, slots, None),
+        scale=info(rows, jnp.float32, "batch", heads, slots) if kv_form.scaled else None,
+        channels=info((shape[1], dim), jnp.float32, heads, None) if kv_form.static else None,
+        centre=info(centre, jnp.float32, "batch", heads, None) if centred and kv_form.scaled else None,
+        format=kv_form,
         head_dim=dim,
     )
 
@@ -119,7 +119,7 @@ def encode(like: PackedKV, x: jax.Array, start: jax.Array) -> PackedKV:
     Each vector's codes depend on it and on the row's centre alone: that of ``like``, or the first vector in
     a row that starts at slot 0.
     """
-    x, format = x.astype(jnp.float32), like.format
+    x, kv_form = x.astype(jnp.float32), like.format
     if like.centre is not None:
         centre = jnp.where(start[:, None, None] == 0, x[:, :, 0], like.centre)
         like, x = dataclasses.replace(like, centre=centre), x - centre[:, :, None]
@@ -127,11 +127,11 @@ def encode(like: PackedKV, x: jax.Array, start: jax.Array) -> PackedKV:
         codes = _round(x / _nonzero(like.channels)[None, :, None])
         return dataclasses.replace(like, codes=codes)
     top = jnp.max(jnp.abs(x), axis=-1)
-    if format.rotation is not None:
+    if kv_form.rotation is not None:
         return _encode_rotated(like, x / _nonzero(top)[..., None], top)
-    scale = top / (INT8_MAX if format.name == "int8" else FP8_MAX)
+    scale = top / (INT8_MAX if kv_form.name == "int8" else FP8_MAX)
     ratio = x / _nonzero(scale)[..., None]
-    codes = _round(ratio) if format.name == "int8" else ratio.clip(-FP8_MAX, FP8_MAX).astype(like.dtype)
+    codes = _round(ratio) if kv_form.name == "int8" else ratio.clip(-FP8_MAX, FP8_MAX).astype(like.dtype)
     return dataclasses.replace(like, codes=codes, scale=scale)
 
 
@@ -228,14 +228,14 @@ def lookup(codes: jax.Array, levels: np.ndarray, dtype: Any) -> jax.Array:
     return left[0]
 
 
-def pack(codes: jax.Array, format: KVFormat) -> jax.Array:
+def pack(codes: jax.Array, kv_form: KVFormat) -> jax.Array:
     """Codes [..., d] uint8 below 2^bits, bits packed: [..., ``format.width(d)``] uint8.
 
     A plane of p bits a code takes ceil(d p / 8) bytes; byte j holds codes j, j + bytes, j + 2 bytes, ... of
     that plane, lowest bits first, so that unpacking shifts whole arrays.
     """
     planes, shift = [], 0
-    for bits in format.planes():
+    for bits in kv_form.planes():
         many, width = 8 // bits, -(-codes.shape[-1] * bits // 8)
         part = (codes >> shift) & ((1 << bits) - 1)
         part = jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, many * width - part.shape[-1])])
@@ -248,10 +248,10 @@ def pack(codes: jax.Array, format: KVFormat) -> jax.Array:
     return jnp.concatenate(planes, axis=-1)
 
 
-def unpack(packed: jax.Array, format: KVFormat, dim: int) -> jax.Array:
+def unpack(packed: jax.Array, kv_form: KVFormat, dim: int) -> jax.Array:
     """The inverse of ``pack``: codes [..., ``dim``] uint8."""
     codes, start, shift = jnp.zeros((), jnp.uint8), 0, 0
-    for bits in format.planes():
+    for bits in kv_form.planes():
         width = -(-dim * bits // 8)
         part = packed[..., start : start + width]
         spread = [(part >> (bits * i)) & ((1 << bits) - 1) for i in range(8 // bits)]

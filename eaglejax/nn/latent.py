@@ -113,10 +113,10 @@ class LatentAttention:
             "q_b": ArrayInfo((self.query_rank, queries), dtype, (None, "heads")),
         }
 
-    def cache_table(self, batch: int, capacity: int, format: KVFormat) -> Latent:
+    def cache_table(self, batch: int, capacity: int, kv_form: KVFormat) -> Latent:
         """One vector a token. It serves as key and as value, so it is never kept as a difference."""
         shape = (batch, 1, capacity, self.latent_dim + self.rope_dim)
-        return Latent(kv_codec.table(format, shape, SLOTS, heads=None))
+        return Latent(kv_codec.table(kv_form, shape, SLOTS, heads=None))
 
     def __call__(
         self, weights: Weights, y: jax.Array, angles: Angles, norm: Norm, memory: Latent, at: Placement

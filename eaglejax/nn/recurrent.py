@@ -146,9 +146,9 @@ class GatedDelta:
             "o": ArrayInfo((out, hidden), dtype, ("heads", "embed")),
         }
 
-    def cache_table(self, batch: int, capacity: int, format: KVFormat) -> Recurrent:
-        """A state a head and the convolution's last inputs, in f32 whatever ``format`` and ``capacity``."""
-        del capacity, format
+    def cache_table(self, batch: int, capacity: int, kv_form: KVFormat) -> Recurrent:
+        """A state a head and the convolution's last inputs, in f32 whatever ``kv_form`` and ``capacity``."""
+        del capacity, kv_form
         state = (batch, self.heads, self.key_dim, self.value_dim)
         recent = (batch, self.kernel - 1, self.channels)
         return Recurrent(

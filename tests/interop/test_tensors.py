@@ -91,14 +91,14 @@ class Odd:
 
 
 def test_caches_cross_as_copies_and_narrow_formats_are_refused():
-    cache = init_cache(layers=2, batch=1, capacity=4, kv_heads=1, head_dim=2, format="bfloat16")
+    cache = init_cache(layers=2, batch=1, capacity=4, kv_heads=1, head_dim=2, kv_form="bfloat16")
     held = cache_to_torch(cache)
     held.k[0] += 1
     assert float(jnp.abs(cache.layers[0].k).max()) == 0
     back = cache_to_jax(held)
     assert back.layers[0].k.dtype == jnp.bfloat16
     assert float(back.layers[0].k.min()) == 1
-    narrow = init_cache(layers=1, batch=1, capacity=4, kv_heads=1, head_dim=2, format="int8")
+    narrow = init_cache(layers=1, batch=1, capacity=4, kv_heads=1, head_dim=2, kv_form="int8")
     with pytest.raises(ConfigError, match="PackedKV does not cross"):
         cache_to_torch(narrow)
 

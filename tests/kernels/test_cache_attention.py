@@ -250,7 +250,7 @@ def test_a_write_is_a_row_of_updates(dtype, tail):
 def test_writes_are_in_place_where_the_cache_is_given_away():
     """Rounds of a loop over a donated bfloat16 cache hold no copy of it."""
     rows, nodes, slots, dim = 8, 3, 512, 64
-    cache = init_cache(layers=1, batch=rows, capacity=slots, kv_heads=2, head_dim=dim, format="bfloat16")
+    cache = init_cache(layers=1, batch=rows, capacity=slots, kv_heads=2, head_dim=dim, kv_form="bfloat16")
     side = cache.layers[0].k.nbytes
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -44,7 +44,7 @@ def filled(name: str, seed: int = 0, dim: int = D) -> tuple[Cache, dict[str, np.
     if KVFormat(name).static:
         channels = jnp.asarray(rng.uniform(0.015, 0.03, (HKV, dim)), jnp.float32)
         scales = CacheScales(k=(channels,), v=(1.5 * channels,))
-    cache = init_cache(layers=1, batch=B, capacity=S, kv_heads=HKV, head_dim=dim, format=name, scales=scales)
+    cache = init_cache(layers=1, batch=B, capacity=S, kv_heads=HKV, head_dim=dim, kv_form=name, scales=scales)
     old = rng.standard_normal((2, B, HKV, LENGTHS.max(), dim)).astype(np.float32)
     zeros = jnp.zeros(B, jnp.int32)
     layer = cache.layers[0].write(*map(jnp.asarray, old), zeros)
@@ -197,7 +197,7 @@ def test_what_all_keys_share_is_left_out_and_attention_does_not_notice(name: str
     q = rng.standard_normal((B, 2, HQ, D)).astype(np.float32)
     x = rng.standard_normal((2, B, HKV, S, D)).astype(np.float32)
     x[0] += 30 * rng.standard_normal((B, HKV, 1, D))
-    cache = init_cache(layers=1, batch=B, capacity=S, kv_heads=HKV, head_dim=D, format=name, centred=True)
+    cache = init_cache(layers=1, batch=B, capacity=S, kv_heads=HKV, head_dim=D, kv_form=name, centred=True)
     k, v = cache.layers[0].k, cache.layers[0].v
     assert v.centre is None
     lengths = jnp.zeros(B, jnp.int32)

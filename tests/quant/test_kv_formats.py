@@ -72,14 +72,14 @@ def test_blocks_turn_every_direction_alike() -> None:
 
 @pytest.mark.parametrize(("bits", "dim"), [(3, 2), (3, 7), (3, 10), (3, 64), (4, 7), (4, 8)])
 def test_bits_are_packed_without_loss_and_without_room_to_spare(bits: int, dim: int) -> None:
-    format = KVFormat(f"turbo{bits}")
+    kv_form = KVFormat(f"turbo{bits}")
     codes = np.random.default_rng(dim).integers(0, 1 << bits, (5, dim)).astype(np.uint8)
-    packed = jax.jit(kv_codec.pack, static_argnums=1)(codes, format)
-    assert packed.shape == (5, format.width(dim))
+    packed = jax.jit(kv_codec.pack, static_argnums=1)(codes, kv_form)
+    assert packed.shape == (5, kv_form.width(dim))
     assert packed.dtype == jnp.uint8
-    assert format.width(dim) <= -(-dim * bits // 8) + 1
-    assert dim % 8 or format.width(dim) == dim * bits // 8
-    back = jax.jit(kv_codec.unpack, static_argnums=(1, 2))(packed, format, dim)
+    assert kv_form.width(dim) <= -(-dim * bits // 8) + 1
+    assert dim % 8 or kv_form.width(dim) == dim * bits // 8
+    back = jax.jit(kv_codec.unpack, static_argnums=(1, 2))(packed, kv_form, dim)
     np.testing.assert_array_equal(back, codes)
 
 
@@ -91,9 +91,11 @@ def test_looking_up_by_halves_is_looking_up() -> None:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def there_and_back(format: KVFormat, x: jax.Array, channels: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def there_and_back(
+    kv_form: KVFormat, x: jax.Array, channels: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """What vectors come back as, and the codes."""
-    empty = kv_codec.empty(format, x.shape, channels)
+    empty = kv_codec.empty(kv_form, x.shape, channels)
     assert isinstance(empty, kv_codec.PackedKV)
     packed = kv_codec.encode(empty, x, jnp.zeros(x.shape[0], jnp.int32))
     assert jax.tree.map(lambda a: (a.shape, a.dtype), packed) == jax.tree.map(
@@ -116,10 +118,10 @@ ERRORS = {"int8": 6e-5, "fp8": 8e-4, 4: 0.0098, 3: 0.0355}
 
 @pytest.mark.parametrize("name", [n for n in NARROW if n != "int8-static"])
 def test_vectors_come_back_within_the_error_of_their_bits(name: str) -> None:
-    x, format = vectors(), KVFormat(name)
-    back, _ = there_and_back(format, x, None)
+    x, kv_form = vectors(), KVFormat(name)
+    back, _ = there_and_back(kv_form, x, None)
     error = ((np.asarray(back) - x) ** 2).sum(-1) / (x**2).sum(-1)
-    most = ERRORS[format.bits if format.rotation else name]
+    most = ERRORS[kv_form.bits if kv_form.rotation else name]
     assert 0.3 * most < error.mean() < most
     assert error.max() < 8 * most
 
@@ -197,13 +199,13 @@ def test_formats_that_cannot_be_are_refused(make, match) -> None:
 @pytest.mark.parametrize("name", ["int8", "turbo3"])
 def test_keys_relative_to_a_row_s_first_one_lose_nothing_to_what_all_share(name: str) -> None:
     """A common vector a hundred times as long costs no bit; the first key itself is held exactly."""
-    format, rng = KVFormat(name), np.random.default_rng(2)
+    kv_form, rng = KVFormat(name), np.random.default_rng(2)
     x = rng.standard_normal((2, 2, 65, 64)).astype(np.float32)
     shared = 100 * rng.standard_normal((2, 2, 1, 64)).astype(np.float32)
 
     @functools.partial(jax.jit, static_argnums=0)
     def held(centred: bool, keys: jax.Array) -> jax.Array:
-        cache = kv_codec.empty(format, keys.shape, None, centred=centred)
+        cache = kv_codec.empty(kv_form, keys.shape, None, centred=centred)
         assert isinstance(cache, kv_codec.PackedKV)
         return kv_codec.decode(kv_codec.encode(cache, keys, jnp.zeros(2, jnp.int32)))
 

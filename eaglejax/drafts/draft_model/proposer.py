@@ -58,8 +58,8 @@ class DraftModel(OnChain):
     def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> DraftModelState:
         """An empty cache."""
         del inputs
-        format = self.cache_dtype or params["norm"].dtype
-        return DraftModelState(decoder.init_cache(self.config, batch, capacity, format))
+        kv_form = self.cache_dtype or params["norm"].dtype
+        return DraftModelState(decoder.init_cache(self.config, batch, capacity, kv_form))
 
     def observe(self, params: Any, state: DraftModelState, seen: Observation) -> DraftModelState:
         """Run the small model over a prompt chunk, or keep what it has run over of its own chain."""

@@ -221,7 +221,8 @@ class EagleConfig:
     @property
     def reads(self) -> Reads:
         """What it takes from its target."""
-        features: tuple[Feature, ...] = ("final",) if self.reads_final else ("boundary",) * self.num_aux
+        boundary: Feature = "boundary"
+        features: tuple[Feature, ...] = ("final",) if self.reads_final else (boundary,) * self.num_aux
         return Reads(features, embedding=not self.own_embedding, head=not self.own_head)
 
     @property

@@ -117,9 +117,9 @@ def dtype_of(weights: Weights) -> Any:
     return weights["layers"][0]["o"].dtype
 
 
-def init_cache(config: EagleConfig, batch: int, capacity: int, format: Any) -> Cache:
+def init_cache(config: EagleConfig, batch: int, capacity: int, kv_form: Any) -> Cache:
     """An empty key/value cache of the draft's own layers, in a format that needs no calibration."""
-    form = kv_format(format)
+    form = kv_format(kv_form)
     layers = (config.block(i).mixer.cache_table(batch, capacity, form) for i in range(config.num_layers))
     return fill(caches.table(tuple(layers), batch), form)
 

@@ -70,7 +70,7 @@ def find(
 
 def _modules(names: Collection[str]) -> set[str]:
     """Every module, leaf or not, that the tensors' names speak of: all of ``model.layers.0.mlp``'s parts."""
-    found = set()
+    found = set[str]()
     for name in names:
         parts = name.split(".")
         found.update(".".join(parts[:i]) for i in range(1, len(parts)))

@@ -95,11 +95,11 @@ def packed_leaves(params: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in leaves}
 
 
-def cache_entry(format: Any) -> Any:
+def cache_entry(named: Any) -> Any:
     """A cache format as JSON: its name, or an object with name and seed where a seed was chosen, or null."""
-    if format is None:
+    if named is None:
         return None
-    found = kv_format(format)
+    found = kv_format(named)
     return {"format": found.name, "seed": found.seed} if found.seed else found.name
 
 
