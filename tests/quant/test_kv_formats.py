@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eaglejax import pytree
 from eaglejax.errors import ConfigError
 from eaglejax.kv_format import FORMATS, KVFormat, kv_format
 from eaglejax.nn import kv_codec
@@ -90,12 +92,18 @@ def test_looking_up_by_halves_is_looking_up() -> None:
     np.testing.assert_array_equal(got, levels)
 
 
+def empty_side(kv_form, shape, channels, *, centred=False):
+    """An empty side of a cache [B, Hkv, S, d], with the scales of its channels where the format has such."""
+    side = pytree.zeros(kv_codec.table(kv_form, shape, "slots", centred=centred))
+    return side if channels is None else dataclasses.replace(side, channels=channels)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def there_and_back(
     kv_form: KVFormat, x: jax.Array, channels: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """What vectors come back as, and the codes."""
-    empty = kv_codec.empty(kv_form, x.shape, channels)
+    empty = empty_side(kv_form, x.shape, channels)
     assert isinstance(empty, kv_codec.PackedKV)
     packed = kv_codec.encode(empty, x, jnp.zeros(x.shape[0], jnp.int32))
     assert jax.tree.map(lambda a: (a.shape, a.dtype), packed) == jax.tree.map(
@@ -205,7 +213,7 @@ def test_keys_relative_to_a_row_s_first_one_lose_nothing_to_what_all_share(name:
 
     @functools.partial(jax.jit, static_argnums=0)
     def held(centred: bool, keys: jax.Array) -> jax.Array:
-        cache = kv_codec.empty(kv_form, keys.shape, None, centred=centred)
+        cache = empty_side(kv_form, keys.shape, None, centred=centred)
         assert isinstance(cache, kv_codec.PackedKV)
         return kv_codec.decode(kv_codec.encode(cache, keys, jnp.zeros(2, jnp.int32)))
 
