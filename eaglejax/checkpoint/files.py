@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,12 @@ def weight_files(folder: Path, stem: str, suffix: str) -> tuple[list[Path], dict
         if (folder / name).is_file():
             return [folder / name], {}
     return [], {}
+
+
+def shards_without_index(names: Sequence[str]) -> str | None:
+    """The end of a refusal where ``names`` hold one of several shards, which no index lists; else None."""
+    shards = [name for name in names if re.search(r"-\d{5}-of-\d{5}\.", name)]
+    return f"; {shards[0]} is one of several shards, whose index is missing: copy it too" if shards else None
 
 
 def _is_file_name(name: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import Mesh
 
-from eaglejax.checkpoint.files import progress, read_json, say_strays, weight_files
+from eaglejax.checkpoint.files import progress, read_json, say_strays, shards_without_index, weight_files
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
 from eaglejax.checkpoint.tables import (
     COPY,
@@ -181,6 +181,8 @@ def open_weights(folder: Path, stem: str = STEM) -> SafetensorsFile:
         say_strays(folder, paths)
         return files
     found = sorted(p.name for p in folder.glob("*.safetensors"))
+    if len(found) == 1 and (parts := shards_without_index(found)):
+        raise CheckpointError(f"{folder} has no {index}{parts}")
     if len(found) == 1:
         raise CheckpointError(
             f"{folder} holds {found[0]}, which is no name of a model's weights; if it holds them, name it "

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from eaglejax.checkpoint.demo import DEMO_DRAFTS, demo_draft
-from eaglejax.checkpoint.files import read_json, say_strays, weight_files
+from eaglejax.checkpoint.files import read_json, say_strays, shards_without_index, weight_files
 from eaglejax.checkpoint.hf import STEM, open_weights
 from eaglejax.checkpoint.sources import Spec, resolve
 from eaglejax.checkpoint.torch_bin import TorchBinFile
@@ -140,6 +140,7 @@ def open_tensors(folder: Path) -> TensorFile:
         return file
     found = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
     hint = f"; {', '.join(found[:3])} is no name that producers give weights" if found else ""
+    hint = shards_without_index(found) or hint
     raise CheckpointError(
         f"{folder} holds no weights: neither model.safetensors nor {PICKLES[0]}, nor an index of shards{hint}"
     )

@@ -25,7 +25,7 @@ from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.registry import load_draft
 from eaglejax.drafts.tree import chain
-from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
+from eaglejax.errors import CheckpointError, ConfigError, EaglejaxError, MismatchError
 
 target = small_target
 TARGET_CONFIG = small_target().config
@@ -117,3 +117,13 @@ def test_shallow_targets_have_no_usual_boundaries(tmp_path, layers, want):
         assert read_draft(folder).config.fit(config).aux == want
     if layers >= 2:
         assert read_draft(folder, aux=(0, 1, 2)).config.fit(config).aux == (0, 1, 2)
+
+
+def test_a_shard_without_its_index_is_told_apart_from_a_stray(tmp_path):
+    folder = draft(tmp_path)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="one of several shards, whose index is missing"):
+        read_draft(folder)
+    (folder / "model-00001-of-00002.safetensors").rename(folder / "old.safetensors")
+    with pytest.raises(CheckpointError, match=r"old\.safetensors is no name that producers give"):
+        read_draft(folder)
