@@ -11,10 +11,11 @@ import tyro
 import eaglejax as ej
 from eaglejax.cli import show
 from eaglejax.cli.diagnose import PROMPTS, written_texts
+from eaglejax.cli.methods import draft_reading
 from eaglejax.config import AuxConvention
 from eaglejax.drafts.registry import read_draft
 from eaglejax.errors import ConfigError
-from eaglejax.measure.diagnose import Pair
+from eaglejax.measure.pair import Pair
 from eaglejax.rotation.basis import Basis
 from eaglejax.rotation.recover import recover_basis
 
@@ -46,7 +47,7 @@ class Align:
 
     def run(self) -> int:
         """The command. Exit status 1 when --check finds the aligned draft no better than before."""
-        family, file = read_draft(self.draft, **self._reading(self.aux_convention))
+        family, file = read_draft(self.draft, **draft_reading(self.aux_convention))
         if self.form not in family.forms:
             raise ConfigError(
                 f"{family.name} drafts have no form {self.form!r}; they have "
@@ -81,9 +82,6 @@ class Align:
             show.print_note(f"{self.out} now holds the draft, aligned to basis {basis.id}")
         return 0 if report["check"] is None or report["check"]["better"] else 1
 
-    def _reading(self, convention: str) -> dict[str, Any]:
-        return {} if convention == "auto" else {"aux_convention": convention}
-
     def _basis(self, target: ej.Target, original: ej.Target | None) -> tuple[Basis, float | None]:
         """(basis, error of its recovery or None). An exported matrix goes before a recovered one whatever the
         method: a target and its drafts are matched by its id, which no recovery yields."""
@@ -108,8 +106,7 @@ class Align:
         """Drafts accepted a round before and after, on the same texts."""
         texts = written_texts(target, PROMPTS, max_new_tokens=64)
         text = next(iter(texts.values()))
-        drafts = ((self.draft, self.aux_convention), (self.out, "auto"))
-        read = (read_draft(draft, **self._reading(convention)) for draft, convention in drafts)
+        read = (read_draft(self.draft, **draft_reading(self.aux_convention)), read_draft(self.out))
         before, after = (Pair(target, file, {"check": text}).base for _, file in read)
         return {"before": before.length, "after": after.length, "better": after.beats(before)}
 

@@ -10,6 +10,7 @@ import tyro
 
 from eaglejax.checkpoint.target import load_target
 from eaglejax.cli import show
+from eaglejax.cli.methods import draft_reading
 from eaglejax.config import AuxConvention
 from eaglejax.drafts.registry import read_draft
 from eaglejax.errors import ConfigError
@@ -40,8 +41,7 @@ class Convert:
 
     def run(self) -> int:
         """The command."""
-        given = {"aux": self.aux, "aux_convention": self.aux_convention}
-        family, file = read_draft(self.draft, **{k: v for k, v in given.items() if v not in (None, "auto")})
+        family, file = read_draft(self.draft, **draft_reading(self.aux_convention, self.aux))
         if self.to not in family.forms:
             raise ConfigError(
                 f"{family.name} drafts have no form {self.to!r}; they have "

@@ -13,10 +13,12 @@ import tyro
 import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.cli import show
+from eaglejax.cli.methods import draft_reading
 from eaglejax.config import AuxConvention, BadRow, read_prompts
 from eaglejax.drafts.registry import family_reading, read_draft
 from eaglejax.errors import ConfigError
-from eaglejax.measure.diagnose import STEPS, Report, diagnose
+from eaglejax.measure.diagnose import Report, diagnose
+from eaglejax.measure.pair import STEPS
 from eaglejax.measure.quality import Texts
 from eaglejax.speculate.generate import BatchDecoder, Request
 from eaglejax.speculate.metrics import Stats, total
@@ -62,8 +64,7 @@ class Diagnose:
         """The command. Exit status 1 when a fault is found."""
         if self.max_new_tokens < STEPS + 2:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; at least {STEPS + 2} are needed")
-        given = {"aux": self.aux, "aux_convention": self.aux_convention}
-        _, file = read_draft(self.draft, **{k: v for k, v in given.items() if v not in (None, "auto")})
+        _, file = read_draft(self.draft, **draft_reading(self.aux_convention, self.aux))
         with show.status(f"loading {self.target}"):
             target = ej.load_target(self.target, dtype=self.dtype)
         prompts = PROMPTS if self.prompts is None else _texts_of(self.prompts, self.limit)

@@ -17,6 +17,7 @@ from eaglejax.checkpoint.hf import read_config
 from eaglejax.checkpoint.quantized.summary import summary
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.cli import show
+from eaglejax.cli.methods import draft_reading
 from eaglejax.config import AuxConvention
 from eaglejax.drafts.draft_model.proposer import DraftModel
 from eaglejax.drafts.files import opened
@@ -49,8 +50,7 @@ class Inspect:
         family = recognise(files)
         if family.proposer is DraftModel:
             return self._target(files.path)
-        given = {"aux": self.aux, "aux_convention": self.aux_convention}
-        family, file = read_draft(self.draft, **{k: v for k, v in given.items() if v not in (None, "auto")})
+        family, file = read_draft(self.draft, **draft_reading(self.aux_convention, self.aux))
         report = family.report(file, None if self.target is None else target_config(self.target))
         if self.json:
             show.print_json(report)

@@ -8,7 +8,7 @@ from typing import Any
 
 import eaglejax as ej
 from eaglejax.cli import show
-from eaglejax.config import SpeculativeConfig, parse_speculative_config
+from eaglejax.config import AuxConvention, SpeculativeConfig, parse_speculative_config
 from eaglejax.errors import ConfigError
 from eaglejax.kv_format import kv_format
 from eaglejax.naming import known_name
@@ -84,6 +84,13 @@ def _of_family(name: str) -> Method:
         return found.load(file, target, dtype=target.dtype, draft=config.model, **options)
 
     return Method(method.settings, build, method.check, needs_draft=True)
+
+
+def draft_reading(aux_convention: AuxConvention, aux: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Options of ``read_draft`` for what a command was told of how a draft's files are to be understood; what
+    it was not told is left out, because a family without that option would refuse it."""
+    told: dict[str, Any] = {} if aux is None else {"aux": aux}
+    return told if aux_convention == "auto" else told | {"aux_convention": aux_convention}
 
 
 class _Methods(Mapping[str, Method]):

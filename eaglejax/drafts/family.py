@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 from eaglejax.config import SpeculativeConfig
 from eaglejax.drafts.align import Reads, align_params
@@ -51,14 +51,19 @@ class DraftConfig(Protocol):
     def target_hidden_size(self) -> int: ...
 
 
+class ConfiguredProposer(Protocol):
+    """A proposer of a family whose drafts concern a rotation of the target."""
+
+    @property
+    def config(self) -> DraftConfig: ...
+
+
 class UnderstoodFile(Protocol):
-    """A draft's checkpoint as read: ``notes`` are choices that a reader could doubt, one sentence each."""
+    """A draft's checkpoint as read: ``notes`` are choices that a reader could doubt, one sentence each. What
+    else was understood is between the family's ``read`` and its other methods."""
 
     @property
     def path(self) -> Path: ...
-
-    @property
-    def config(self) -> Any: ...
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -170,7 +175,7 @@ class DraftFamily:
         """Refuse a draft in another basis than the target's before anything is decoded. Raises
         MismatchError."""
         check_basis(
-            bound.proposer.config,
+            cast(ConfiguredProposer, bound.proposer).config,
             _table(self.own_embedding(bound.params)),
             target,
             draft=bound.source or "the draft",

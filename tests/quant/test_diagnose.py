@@ -19,8 +19,9 @@ from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.eagle.align_file import align_file, write_aligned
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
-from eaglejax.measure import diagnose as tests
-from eaglejax.measure.diagnose import Pair, diagnose
+from eaglejax.measure import suspects as tests
+from eaglejax.measure.diagnose import _verdict, diagnose
+from eaglejax.measure.pair import Pair
 from eaglejax.measure.quality import Acceptance, Texts
 from eaglejax.rotation.basis import UNKNOWN_ROTATION, Basis
 from eaglejax.rotation.rotate import Rotation, rotate_target
@@ -272,9 +273,9 @@ def test_the_original_measures_a_rotation_that_nothing_else_shows(tmp_path):
     assert "--method procrustes --original-target" in found.remedy
     beside = tests.of_another_target(pair, tiny_pair.target(), pair.texts)
     assert beside.verdict == "unknown", "one model, rotated: the basis test names it"
-    assert tests._verdict(pair, [blind, found, beside], True) == "rotation"
-    assert tests._verdict(pair, [blind], False) == "unknown"
-    assert tests._verdict(pair, [blind], True) == "not this draft's text"
+    assert _verdict(pair, [blind, found, beside], True) == "rotation"
+    assert _verdict(pair, [blind], False) == "unknown"
+    assert _verdict(pair, [blind], True) == "not this draft's text"
 
 
 def test_the_original_shows_another_target(tmp_path):
@@ -286,7 +287,7 @@ def test_the_original_shows_another_target(tmp_path):
     found = tests.of_another_target(pair, tiny_pair.target(), tiny_pair.written())
     assert found.verdict == "fail"
     assert "no rotation takes" in found.evidence
-    assert tests._verdict(pair, [found], True) == "wrong target"
+    assert _verdict(pair, [found], True) == "wrong target"
 
 
 def test_a_norm_that_lies_unused_in_the_file_is_tried_with_its_weight(tmp_path):
