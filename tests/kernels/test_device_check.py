@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import device_check
+from experiments import device_bench, device_check
 
 
 def report_of(capfd, *arguments):
@@ -39,8 +39,8 @@ def test_no_case_begins_after_the_seconds(capfd):
 def test_what_fails_or_is_wrong_is_reported_and_the_rest_still_runs(capfd, monkeypatch):
     def cases(bench):
         yield "broken", lambda: 1 / 0
-        yield "wrong", lambda: device_check.compare(jnp.full(3, jnp.nan), jnp.zeros(3), 1.0)
-        yield "fine", lambda: device_check.compare(jnp.ones(3), jnp.ones(3), 0.0)
+        yield "wrong", lambda: device_bench.compare(jnp.full(3, jnp.nan), jnp.zeros(3), 1.0)
+        yield "fine", lambda: device_bench.compare(jnp.ones(3), jnp.ones(3), 0.0)
 
     monkeypatch.setattr(device_check, "PARTS", {"part": cases})
     status, report, _ = report_of(capfd)
@@ -63,14 +63,20 @@ def test_without_an_accelerator_it_is_a_dry_run_or_refused(capfd):
 
 
 def test_the_tree_it_times_is_closed_under_ancestors():
-    seen = device_check.binary_tree(7)
+    seen = device_bench.binary_tree(7)
     np.testing.assert_array_equal(np.flatnonzero(seen[6]), [0, 2, 6])
     assert (seen.sum(1) == [1, 2, 2, 3, 3, 3, 3]).all()
 
 
 def test_it_needs_nothing_beyond_the_packages_and_jax():
-    tree = ast.parse(Path(device_check.__file__).read_text())
-    names = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    roots = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
+    names = set()
+    for module in (device_check, device_bench):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+    ours = {name for name in names if name.startswith("experiments")}
+    assert ours == {"experiments.device_bench"}
+    roots = {name.split(".")[0] for name in names - ours} - set(sys.stdlib_module_names)
     assert roots == {"eaglejax", "kernels_pallas", "jax", "numpy"}
