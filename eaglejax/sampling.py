@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,8 @@ import numpy as np
 
 from eaglejax import pytree
 from eaglejax.errors import ConfigError, RequestError
+from eaglejax.sampling_edge import blocks_of, edge_of, mass
 from eaglejax.sampling_settings import Sampling
-
-LANES = 128
-"""Width of the blocks in which a vocabulary is summed, lest 1e5 small terms get lost beside a large one."""
 
 HEAD = 256
 """Largest logits that a CPU sorts before it searches for the edge of a filter."""
@@ -202,20 +200,6 @@ def process(
     return out.at[row, position, where].set(value, mode="drop")
 
 
-def _blocks(x: jax.Array, fill: float) -> jax.Array:
-    """[..., V] -> [..., V / LANES, LANES], the last block filled up; a smaller V is one block."""
-    lanes = min(LANES, x.shape[-1])
-    short = -x.shape[-1] % lanes
-    if short:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)], constant_values=fill)
-    return x.reshape(*x.shape[:-1], -1, lanes)
-
-
-def mass(weights: jax.Array) -> jax.Array:
-    """Sum over the last axis, in blocks: adding 1e5 small terms to one large f32 would lose them."""
-    return jnp.sum(jnp.sum(_blocks(weights, 0.0), axis=-2), axis=-1)
-
-
 @pytree.dataclass
 class Cut:
     """A law as scalars [B, ...], from which a token's probability follows by its logit alone.
@@ -289,65 +273,13 @@ def _cut(
         ranked = jax.lax.top_k(logits, head)[0] if head else None
         fewer = top_k.astype(jnp.float32)
         on = live & (top_k > 0) & (top_k < logits.shape[-1])
-        edge = _edge(logits, lambda z: jnp.ones_like(z), fewer, law.edge, on, ranked)
+        edge = edge_of(logits, lambda z: jnp.ones_like(z), fewer, law.edge, on, ranked)
         law = dataclasses.replace(law, edge=edge)
         above = jax.tree.map(lambda x: x[..., None], law)
         budget = top_p * mass(weigh(logits, above))
-        edge = _edge(logits, lambda z: weigh(z, above), budget, edge, live & (top_p < 1.0), ranked)
+        edge = edge_of(logits, lambda z: weigh(z, above), budget, edge, live & (top_p < 1.0), ranked)
         law = dataclasses.replace(law, edge=edge, floor=min_p)
     return dataclasses.replace(law, total=mass(weigh(logits, jax.tree.map(lambda x: x[..., None], law))))
-
-
-def _edge(
-    logits: jax.Array,
-    weight: Callable[[jax.Array], jax.Array],
-    budget: jax.Array,
-    floor: jax.Array,
-    on: jax.Array,
-    ranked: jax.Array | None,
-) -> jax.Array:
-    """Smallest logit z >= ``floor`` [...] such that the logits above z weigh less than ``budget`` [...].
-
-    Laws not ``on`` [...] keep their floor. ``ranked`` [..., K]: the largest logits in falling order, where
-    most laws end; the others are searched by bisection over the bit patterns of f32, which sort like
-    integers. Either is exact and finds the same, however many logits tie; nothing of size V is sorted.
-    """
-    peak = jnp.max(logits, axis=-1)
-    if ranked is None:
-        start, open_ = peak, on
-    else:
-        own = weight(ranked)
-        kept = jnp.cumsum(own, axis=-1) - own < budget[..., None]
-        start = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1)
-        open_ = on & kept[..., -1]
-    weights = weight(logits)
-
-    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = state
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        above = logits > _from_sort_key(middle)[..., None]
-        enough = mass(jnp.where(above, weights, 0.0)) >= budget
-        # A law that has been settled waits for the others.
-        apart = high > low + 1
-        return jnp.where(apart & enough, middle, low), jnp.where(apart & ~enough, middle, high)
-
-    def unsettled(state: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return jnp.any(open_ & (state[1] > state[0] + 1))
-
-    # Everything up to ``low`` is dropped, ``high`` and what is above it kept.
-    _, high = jax.lax.while_loop(unsettled, step, (_sort_key(floor) - 1, _sort_key(start)))
-    edge = jnp.where(open_, _from_sort_key(high), start)
-    return jnp.where(on, jnp.maximum(edge, floor), floor)
-
-
-def _sort_key(x: jax.Array) -> jax.Array:
-    """int32 that sorts as f32 does (-0 as 0); undone by :func:`_from_sort_key`."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-
-
-def _from_sort_key(key: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key), jnp.float32)
 
 
 def law(processed: jax.Array, rows: RowSampling) -> jax.Array:
@@ -365,7 +297,7 @@ def law(processed: jax.Array, rows: RowSampling) -> jax.Array:
 
 def greedy(processed: jax.Array) -> jax.Array:
     """Lowest id of the largest value: [..., V] -> [...] int32."""
-    blocks = _blocks(processed, -jnp.inf)
+    blocks = blocks_of(processed, -jnp.inf)
     # The first block that holds the maximum, then its first lane: an argmax over V is many times slower on
     # a CPU.
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
@@ -380,7 +312,7 @@ def draw(weights: jax.Array, keys: jax.Array) -> jax.Array:
     a large vocabulary keep their share (one f32 uniform, or f32 Gumbel noise, cannot resolve them). A token
     of zero weight is never drawn; when all weights are zero the result is 0.
     """
-    blocks = _blocks(weights, 0.0)
+    blocks = blocks_of(weights, 0.0)
     luck = uniforms(keys, 2)
     block = _invert(jnp.sum(blocks, axis=-1), luck[..., 0])
     chosen = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]

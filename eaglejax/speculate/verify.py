@@ -30,7 +30,8 @@ import jax.numpy as jnp
 from eaglejax import pytree
 from eaglejax.drafts.base import Draft, Proposal
 from eaglejax.errors import ConfigError
-from eaglejax.sampling import Cut, Purpose, RowSampling, cut, draw, fold, greedy, mass, prob, uniforms
+from eaglejax.sampling import Cut, Purpose, RowSampling, cut, draw, fold, greedy, prob, uniforms
+from eaglejax.sampling_edge import mass
 
 METHODS = ("token", "block")
 
