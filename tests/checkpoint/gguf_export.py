@@ -7,6 +7,7 @@ from typing import Any
 
 import gguf
 import hf_export
+import jax
 import numpy as np
 import transformers as tf
 from gguf import GGMLQuantizationType as Kind
@@ -180,3 +181,8 @@ def add_byte_level_tokenizer(writer: gguf.GGUFWriter, rows: int, pre: str = "qwe
     writer.add_bos_token_id(tokens.index("<|endoftext|>"))
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
     writer.add_chat_template(TEMPLATE)
+
+
+def assert_trees(got, want, check):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(lambda a, b: check(np.asarray(a), np.asarray(b)), got, want)

@@ -1,12 +1,13 @@
 """Random tree-attention problems and their answer by explicit loops in numpy."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.tree_attention import pack_ancestors
+from kernels_pallas.tree_attention import pack_ancestors, tree_attention
 
 
 @dataclasses.dataclass
@@ -136,3 +137,31 @@ def naive(case: TreeCase) -> tuple[np.ndarray, np.ndarray]:
 
 def close(got: jax.Array, want: np.ndarray, tolerance: float) -> None:
     np.testing.assert_allclose(np.asarray(got.astype(jnp.float32)), want, rtol=tolerance, atol=tolerance)
+
+
+CASES = {
+    "plain": {"lengths": [0, 131, 255]},
+    "window": {"lengths": [3, 200, 130], "window": 20, "block_kv": 128},
+    "softcap": {"lengths": [140, 2], "softcap": 2.0},
+    "int8": {"lengths": [250, 60], "cache_dtype": jnp.int8},
+    "paged": {"lengths": [90, 0], "page": 32, "slots": 160},
+    "paged window int8": {
+        "lengths": [40, 101],
+        "page": 16,
+        "slots": 128,
+        "cache_dtype": jnp.int8,
+        "window": 9,
+    },
+    "two words": {"lengths": [120, 127], "nodes": 40, "group": 1},
+    "chain of one": {"lengths": [127, 128, 129], "nodes": 1},
+}
+
+
+def run(case, **options):
+    arrays, statics = split(case.options | options)
+    return jax.jit(functools.partial(tree_attention, **statics))(*case.args, **arrays)
+
+
+def split(options):
+    arrays = {k: v for k, v in options.items() if isinstance(v, jax.Array)}
+    return arrays, {k: v for k, v in options.items() if k not in arrays}

@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from run_settings import settings_for
 from train_tools import tiny_folder
 
 from eaglejax.checkpoint.target import load_target
+from eaglejax.train.prepare import prepare_data, prepare_draft
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +33,11 @@ def rows_file(tmp_path_factory):
             prompt = rng.integers(10, 90, int(rng.integers(3, 9))).tolist()
             file.write(json.dumps({"id": n, "prompt_ids": prompt, "completion_ids": answer}) + "\n")
     return path
+
+
+@pytest.fixture(scope="session")
+def prepared(folder, target, rows_file, tmp_path_factory):
+    """(settings, data, draft) of a run that has not begun."""
+    settings = settings_for(folder, rows_file, tmp_path_factory.mktemp("whole") / "run")
+    data = prepare_data(settings.data, target)
+    return settings, data, prepare_draft(settings, target, data)

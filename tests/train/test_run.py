@@ -14,65 +14,23 @@ from tiny_model import VOCAB
 from train_tools import leaves_equal
 
 from eaglejax.api import generate
-from eaglejax.checkpoint.files import only_writer
 from eaglejax.drafts.registry import load_draft
 from eaglejax.drafts.tree import chain
-from eaglejax.errors import CheckpointError, ConfigError, EaglejaxError, MismatchError
+from eaglejax.errors import ConfigError, EaglejaxError, MismatchError
 from eaglejax.train import trainer as module
 from eaglejax.train.curate import place
-from eaglejax.train.feature_cache import write_features
-from eaglejax.train.objectives import Objective
 from eaglejax.train.optimizers import optimizer
 from eaglejax.train.plan import make_plan
 from eaglejax.train.prepare import prepare_data, prepare_draft
-from eaglejax.train.regenerate import RegenerateOptions, regenerate
 from eaglejax.train.run_checkpoints import RunCheckpoints
 from eaglejax.train.samples import make_sample, read_samples
 from eaglejax.train.settings import (
-    DataSettings,
-    DraftSettings,
-    OptimizerSettings,
-    RunSettings,
     SourceFile,
-    TrainSettings,
     load_settings,
     to_toml,
 )
 from eaglejax.train.state import init_state
 from eaglejax.train.trainer import Trainer, export
-
-
-def settings_for(folder, rows_file, out, **run):
-    return TrainSettings(
-        target=folder,
-        target_dtype="float32",
-        out=str(out),
-        data=DataSettings(train=(SourceFile(str(rows_file)),), row_tokens=64, overlap=8, validation=0.2),
-        draft=DraftSettings(aux=(2, 3, 4), vocab=64, intermediate_size=24),
-        objective=Objective(steps=2, out_of_vocabulary="keep"),
-        optimizer=OptimizerSettings(learning_rate=1e-2, warmup=2),
-        run=RunSettings(
-            **{
-                "updates": 7,
-                "rows": 2,
-                "compute_dtype": "float32",
-                "save_every": 5,
-                "evaluate_every": 5,
-                "log_every": 2,
-                "decode_prompts": 2,
-                "decode_tokens": 12,
-                "decode_depth": 2,
-            }
-            | run
-        ),
-    )
-
-
-@pytest.fixture(scope="module")
-def prepared(folder, target, rows_file, tmp_path_factory):
-    settings = settings_for(folder, rows_file, tmp_path_factory.mktemp("whole") / "run")
-    data = prepare_data(settings.data, target)
-    return settings, data, prepare_draft(settings, target, data)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +136,7 @@ import dataclasses
 import sys
 
 import jax
-import test_run as t
+from run_settings import settings_for
 from eaglejax.checkpoint.target import load_target
 from eaglejax.train.prepare import prepare_data, prepare_draft
 from eaglejax.train.trainer import Trainer
@@ -195,7 +153,7 @@ class Watched(Trainer):
 
 folder, rows, out = sys.argv[1:]
 target = load_target(folder, dtype="float32")
-settings = t.settings_for(folder, rows, out, decode_prompts=0, remat=True)
+settings = settings_for(folder, rows, out, decode_prompts=0, remat=True)
 data = prepare_data(settings.data, target)
 draft = prepare_draft(settings, target, data)
 run = Watched(settings, target, dataclasses.replace(data, validation=[]), draft)
@@ -341,68 +299,3 @@ def test_prompts_that_are_decoded_are_held_out_whole_and_can_be_asked(prepared, 
         Trainer(settings, target, data, draft)
     with pytest.raises(ConfigError, match="no prompt is held out"):
         make_plan(settings, target, data)
-
-
-def test_a_plan_asks_for_the_package_that_the_run_will_log_to(prepared, target, monkeypatch):
-    settings, data, _ = prepared
-    settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, wandb=True))
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="wandb is not installed"):
-        make_plan(settings, target, data)
-
-
-def test_a_draft_is_replaced_without_leftovers(prepared, target, tmp_path):
-    settings, _, draft = prepared
-    for _ in range(2):
-        export(tmp_path / "draft", draft, draft.weights, settings, dtype="float32")
-        assert [p.name for p in tmp_path.iterdir()] == ["draft"]
-    assert load_draft(tmp_path / "draft", target)
-
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from eaglejax.checkpoint.files import only_writer
-with only_writer(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_what_one_process_writes_no_other_one_does_until_it_ends(prepared, target, tmp_path, monkeypatch):
-    settings, data, draft = prepared
-    out = tmp_path / "taken"
-    settings = dataclasses.replace(settings, out=str(out))
-    writers = (
-        Trainer(settings, target, data, draft).run,
-        lambda: write_features(out, target, data.train, draft.config.aux, capacity=64),
-        lambda: regenerate(target, iter(()), out, RegenerateOptions()),
-    )
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        for write in writers:
-            with pytest.raises(CheckpointError, match="taken is being written by another process"):
-                write()
-        (tmp_path / "link").symlink_to(out)
-        with pytest.raises(CheckpointError, match="link is being written"), only_writer(tmp_path / "link"):
-            pass
-    finally:
-        holder.kill()
-        holder.communicate()
-    assert not out.exists()
-    with only_writer(out):
-        pass
-    out.mkdir()
-    monkeypatch.chdir(out)
-    with only_writer(Path(".")):
-        pass
-
-
-def test_a_run_whose_folder_cannot_be_is_refused_with_its_name(prepared, target, tmp_path):
-    settings, data, draft = prepared
-    (tmp_path / "file").write_text("x")
-    for out in ("file", "file/run"):
-        settings = dataclasses.replace(settings, out=str(tmp_path / out))
-        with pytest.raises(CheckpointError, match="file cannot be made a folder"):
-            Trainer(settings, target, data, draft).run()
