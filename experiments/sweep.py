@@ -24,8 +24,7 @@ from eaglejax.checkpoint.files import read_json
 from eaglejax.cli import show
 from eaglejax.cli.run import run_command
 from eaglejax.cli.sweep import Sweep
-from eaglejax.train.prepare import STARTS
-from eaglejax.train.settings import TrainSettings
+from eaglejax.train.settings import STARTS, TrainSettings
 from eaglejax.train.sweep import draft_digest, read_sweep, short
 from experiments import record
 

@@ -157,6 +157,36 @@ def test_a_circle_is_found_wherever_it_is_closed(tmp_path: Path) -> None:
     assert import_circles(tmp_path) == {"eaglejax": [["high", "low"]], "eaglejax.low": [["one", "two"]]}
 
 
+RECORDS = {
+    ("eaglejax.drafts.registry", "eaglejax.drafts.eagle.family"),
+    ("eaglejax.train.registry", "eaglejax.train.eagle.family"),
+}
+"""The registries, and of a family's folder the one module that they list."""
+
+OWN = ("eaglejax.drafts.eagle", "eaglejax.train.eagle", "eaglejax.interop.convert.eagle")
+"""Where EAGLE's drafts are themselves the subject."""
+
+
+def within(module: str, folder: str) -> bool:
+    return module == folder or module.startswith(f"{folder}.")
+
+
+def test_a_family_of_drafts_is_known_by_its_records_alone() -> None:
+    """Nobody else names its configuration, so that nobody can ask for its version."""
+    modules, listed, wrong = module_names(ROOT), set(), []
+    for importer, path in modules.items():
+        if any(within(importer, folder) for folder in OWN):
+            continue
+        for line, name in imports(path):
+            found = name if name in modules else name.rpartition(".")[0]
+            if (importer, found) in RECORDS:
+                listed.add((importer, found))
+            elif any(within(name, folder) for folder in OWN[:2]):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong
+    assert listed == RECORDS
+
+
 def test_the_kernels_stand_alone() -> None:
     found = {
         module.split(".")[0]

@@ -26,17 +26,19 @@ class Features:
         from eaglejax.checkpoint.target import load_target
         from eaglejax.train.feature_cache import write_features
         from eaglejax.train.prepare import planned_config, prepare_data
+        from eaglejax.train.registry import training_of
         from eaglejax.train.settings import load_settings
 
         settings = load_settings(self.config, self.overrides)
         with show.status(f"loading {settings.target}"):
             target = load_target(settings.target, dtype=settings.target_dtype, quant=settings.target_quant)
-        aux = planned_config(settings, target).aux
+        config = planned_config(settings, target)
+        taps = training_of(config).taps(config)
         data = prepare_data(settings.data, target)
         samples = [*data.train, *data.validation]
         with progress("features", sum(len(s) for s in samples)) as advance:
             count = write_features(
-                self.out, target, samples, aux, capacity=settings.data.row_tokens, advance=advance
+                self.out, target, samples, taps, capacity=settings.data.row_tokens, advance=advance
             )
         show.print_note(f"{count} samples computed, {len(samples)} in all, in {self.out}")
         return 0

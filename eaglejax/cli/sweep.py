@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from eaglejax.errors import EaglejaxError
 
 if TYPE_CHECKING:
     from eaglejax.models.target import Target
-    from eaglejax.train import warm
     from eaglejax.train.prepare import Data
     from eaglejax.train.samples import Sample
     from eaglejax.train.settings import DataSettings, TrainSettings
@@ -111,7 +110,7 @@ class _Session:
     def __init__(self, target: Target, out: Path, runs: Sequence[TrainSettings]) -> None:
         self.target, self.out, self._runs = target, out, runs
         self._data: dict[DataSettings, Data] = {}
-        self._fit: tuple[Any, warm.FitData] | None = None
+        self._shared: tuple[Any, Any] | None = None
 
     def folder(self, key: str) -> Path:
         """Where a run lies."""
@@ -126,16 +125,11 @@ class _Session:
                 self._data[settings] = prepare_data(settings, self.target)
         return self._data[settings]
 
-    def read_fit(
-        self, target: Target, aux: tuple[int, ...], samples: Sequence[Sample], capacity: int, tokens: int
-    ) -> warm.FitData:
-        """``prepare.fit_data``; the last answer is kept, since neighbours on the grid mostly share it."""
-        from eaglejax.train.prepare import fit_data
-
-        key = (aux, [s.key for s in samples], capacity, tokens)
-        if self._fit is None or self._fit[0] != key:
-            self._fit = key, fit_data(target, aux, samples, capacity, tokens)
-        return self._fit[1]
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The last answer under the same key, which neighbours on the grid mostly share, or a new one."""
+        if self._shared is None or self._shared[0] != key:
+            self._shared = key, make()
+        return self._shared[1]
 
     @functools.cached_property
     def prompts(self) -> list[Sample]:
@@ -170,8 +164,8 @@ class _Session:
         from eaglejax.drafts.registry import load_draft, read_draft
         from eaglejax.drafts.tree import chain
         from eaglejax.train import evaluate
-        from eaglejax.train.cost import draft_cost
         from eaglejax.train.prepare import prepare_draft
+        from eaglejax.train.registry import training_of
         from eaglejax.train.sweep import prompts_digest, read_result, write_result
         from eaglejax.train.trainer import Trainer
 
@@ -190,7 +184,7 @@ class _Session:
         run = settings.run
         if found is None:
             with show.status("setting up the draft"):
-                draft = prepare_draft(settings, self.target, data, read_fit=self.read_fit)
+                draft = prepare_draft(settings, self.target, data, remember=self.remember)
             with progress(settings) as notify:
                 outcome = Trainer(settings, self.target, data, draft, notify).run()
             if outcome.interrupted:
@@ -209,7 +203,7 @@ class _Session:
                 "n_alpha": stats.n_alpha,
                 "tokens": stats.num_tokens,
                 "updates": run.updates,
-                **dataclasses.asdict(draft_cost(shape, self.target.dtype)),
+                **dataclasses.asdict(training_of(shape).cost(shape, self.target.dtype)),
             }
         found |= {
             "propose_ms": self._propose_ms(bound, self.prompts[0].prompt, run.decode_tokens)

@@ -29,7 +29,7 @@ class Batch:
 
     ``tokens`` [B, T] int32 (0 where padded); ``documents`` [B, T] int32: 0 is padding, equal positive numbers
     belong together; ``positions`` [B, T] int32 within the document; ``supervised`` [B, T] bool: answer
-    tokens. ``aux`` [B, T, A, Ht]: the target's boundaries that an EAGLE-3 draft reads, or None; ``hidden``
+    tokens. ``aux`` [B, T, A, Ht]: the target's boundaries that the draft reads, or None; ``hidden``
     [B, T, Ht]: its state after the final norm. ``top`` [B, T] int32 and ``log_norm`` [B, T] f32: argmax and
     log-sum-exp of the target's logits over its whole vocabulary, or None where they were not computed.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,29 +10,25 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.eagle import model as eagle_model
-from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.files.load import bind
-from eaglejax.drafts.eagle.model import EagleParams, Weights
-from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import Request
 from eaglejax.speculate.metrics import Stats, total
-from eaglejax.train.attention import training_attention
 from eaglejax.train.batch import Batch
 from eaglejax.train.decode import decode_requests
-from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, trained_rows
+from eaglejax.train.family import Weights
+from eaglejax.train.objectives import Head, Metrics, Objective
 from eaglejax.train.packing import Features, assemble, pack, stack
+from eaglejax.train.registry import training_of
 from eaglejax.train.samples import Sample
 
 
 def make_evaluation(
-    config: EagleConfig,
+    config: Any,
     objective: Objective,
-    frozen: EagleParams,
+    frozen: Any,
     head: Head,
     *,
     compute_dtype: Any,
@@ -42,13 +37,13 @@ def make_evaluation(
 ) -> Callable[[Weights, Batch], Metrics]:
     """The jitted metrics of one batch [B, T, ...], without noise; the options as in ``make_update``."""
 
+    family = training_of(config)
+
     @jax.jit
-    def measure(weights: Weights, batch: Batch, frozen: EagleParams, head: Head) -> Metrics:
-        cast = eagle_model.cast(weights, config, compute_dtype)
-        rows = trained_rows(objective, head, batch)
-        params = dataclasses.replace(frozen, weights=cast)
-        attend = training_attention(config, batch.documents, remat=remat, mesh=mesh)
-        return objective_loss(params, config, objective, head, batch, rows, attention=attend)[1]
+    def measure(weights: Weights, batch: Batch, frozen: Any, head: Head) -> Metrics:
+        rows = family.trained_rows(objective, head, batch)
+        options: dict[str, Any] = {"compute_dtype": compute_dtype, "remat": remat, "mesh": mesh}
+        return family.loss(weights, config, objective, frozen, head, batch, rows, **options)[1]
 
     return lambda weights, batch: measure(weights, batch, frozen, head)
 
@@ -128,7 +123,7 @@ def summary(metrics: Metrics) -> dict[str, Any]:
 
 def decode(
     target: Target,
-    config: EagleConfig,
+    config: Any,
     weights: Weights,
     ids: np.ndarray | None,
     prompts: Sequence[Sample],
@@ -142,8 +137,7 @@ def decode(
 
     ``weights``: as trained; they run in the target's dtype.
     """
-    own = eagle_model.cast(weights, config, target.dtype)
-    bound = Bound(Eagle(config, tree), bind(config, own, target, ids))
+    bound = training_of(config).bound(config, weights, target, ids, tree)
     return decode_with(target, bound, prompts, tokens=tokens, batch_size=batch_size)
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
 import rich.table
 
-from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.model import param_table
 from eaglejax.models.target import Target
-from eaglejax.pytree import leaf_paths
 from eaglejax.train.packing import pack
 from eaglejax.train.prepare import Data, check_run, planned_config
+from eaglejax.train.registry import training_of
 from eaglejax.train.settings import TrainSettings
 
 
@@ -69,12 +66,10 @@ def make_plan(settings: TrainSettings, target: Target, data: Data) -> Plan:
     run, length = settings.run, settings.data.row_tokens
     rows = len(pack([len(s) for s in data.train], length))
     tokens, held = (sum(len(s) for s in samples) for samples in (data.train, data.validation))
-    sizes = {path: math.prod(info.shape) for path, info in leaf_paths(param_table(config)).items()}
-    kept = {"embed"} | (set() if settings.draft.train_head else {"head"})
-    trained = sum(size for path, size in sizes.items() if path not in kept)
+    family = training_of(config)
+    size = family.size(config, settings)
     width = target.config.hidden_size * target.dtype.itemsize
-    item = 2 if run.compute_dtype == "bfloat16" else 4
-    a_token = (len(config.aux) + 1) * width
+    a_token = (len(family.taps(config)) + 1) * width
     return Plan(
         samples=len(data.train),
         held_out=len(data.validation),
@@ -84,25 +79,14 @@ def make_plan(settings: TrainSettings, target: Target, data: Data) -> Plan:
         fill=tokens / (rows * length),
         updates=run.updates,
         epochs=run.updates * run.rows * run.accumulate / rows,
-        trained_parameters=trained,
-        draft_bytes=sum(sizes.values()) * target.dtype.itemsize,
-        checkpoint_bytes=trained * 12,
+        trained_parameters=size.trained,
+        draft_bytes=size.shipped * target.dtype.itemsize,
+        checkpoint_bytes=size.trained * 12,
         # The best one stays beside the latest, and a new one is whole before an old one goes.
-        disk_bytes=trained * 12 * (run.keep + 2),
+        disk_bytes=size.trained * 12 * (run.keep + 2),
         feature_bytes=0 if run.features == "online" else (tokens + held) * a_token,
         device_bytes=target.nbytes
-        + trained * 16
+        + size.trained * 16
         + run.accumulate * run.rows * length * a_token
-        + _activations(config, settings, item),
+        + size.activations,
     )
-
-
-def _activations(config: EagleConfig, settings: TrainSettings, item: int) -> int:
-    """Bytes kept for the backward pass: per step and layer the projections and the attention weights; the
-    logits of two steps in f32."""
-    run, steps, length = settings.run, settings.objective.steps, settings.data.row_tokens
-    wide = 2 * config.hidden_size + config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    a_token = (wide + 4 * config.hidden_size + 3 * config.intermediate_size) * item
-    scores = 0 if run.remat else config.num_heads * length * 4
-    a_row = length * (steps * config.num_layers * (a_token + scores) + 4 * config.draft_vocab_size * 4)
-    return run.rows * a_row

@@ -19,6 +19,9 @@ from typing import Any, Literal, TypeVar, Union
 from eaglejax.errors import ConfigError
 from eaglejax.train.objectives import Objective
 
+STARTS = ("fit", "layer", "random")
+"""Words for ``draft.start``; anything else there is a draft to go on from."""
+
 T = TypeVar("T")
 
 
@@ -174,7 +177,7 @@ class TrainSettings:
                 "draft.target_rows borrows rows of the target's head: it needs draft.vocab and excludes "
                 "draft.train_head"
             )
-        if self.objective.version == 1 and (self.draft.vocab or self.draft.aux or self.draft.train_head):
+        if self.objective.regresses and (self.draft.vocab or self.draft.aux or self.draft.train_head):
             raise ConfigError(
                 "an EAGLE-1 draft has the target's vocabulary and head and reads its final state alone"
             )

@@ -14,12 +14,10 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from eaglejax import pytree
-from eaglejax.drafts.eagle import model as eagle_model
-from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.model import EagleParams, Weights
-from eaglejax.train.attention import training_attention
 from eaglejax.train.batch import Batch
-from eaglejax.train.objectives import Head, Metrics, Objective, objective_loss, trained_rows
+from eaglejax.train.family import Weights
+from eaglejax.train.objectives import Head, Metrics, Objective
+from eaglejax.train.registry import training_of
 
 
 @pytree.dataclass
@@ -84,10 +82,10 @@ def discard_nonfinite(batch: Batch) -> tuple[Batch, jax.Array]:
 
 
 def make_update(
-    config: EagleConfig,
+    config: Any,
     objective: Objective,
     transform: optax.GradientTransformation,
-    frozen: EagleParams,
+    frozen: Any,
     head: Head,
     *,
     compute_dtype: Any,
@@ -99,27 +97,25 @@ def make_update(
 
     M micro-batches are run one after the other; the denominators of the loss are counted over all of them, so
     that accumulation, devices and padding leave loss and gradient as they are. ``frozen``: what is not
-    trained (the target's embedding, and its head where the draft does not train one); its ``weights`` are
-    ignored. An update whose loss or gradient is not finite, or that trains no row, changes nothing but the
-    counters. ``remat``: see ``training_attention``; ``mesh``: the devices that share the rows.
+    trained (the target's embedding, and its head where the draft does not train one). An update whose loss or
+    gradient is not finite, or that trains no row, changes nothing but the counters. ``remat``, ``mesh``: see
+    ``TrainingFamily.loss``.
     """
 
+    family = training_of(config)
+
     def loss_of(
-        weights: Weights, frozen: EagleParams, head: Head, batch: Batch, rows: jax.Array, key: jax.Array
+        weights: Weights, frozen: Any, head: Head, batch: Batch, rows: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, Metrics]:
-        cast = eagle_model.cast(weights, config, compute_dtype)
-        attend = training_attention(config, batch.documents, remat=remat, mesh=mesh)
-        params = dataclasses.replace(frozen, weights=cast)
-        return objective_loss(params, config, objective, head, batch, rows, key, attend)
+        options: dict[str, Any] = {"compute_dtype": compute_dtype, "remat": remat, "mesh": mesh}
+        return family.loss(weights, config, objective, frozen, head, batch, rows, key, **options)
 
     gradient = jax.value_and_grad(loss_of, has_aux=True)
 
-    def update(
-        state: TrainState, batches: Batch, frozen: EagleParams, head: Head
-    ) -> tuple[TrainState, UpdateReport]:
+    def update(state: TrainState, batches: Batch, frozen: Any, head: Head) -> tuple[TrainState, UpdateReport]:
         batches, discarded = jax.vmap(discard_nonfinite)(batches)
         micro = batches.tokens.shape[0]
-        rows = jnp.sum(jax.vmap(functools.partial(trained_rows, objective, head))(batches), axis=0)
+        rows = jnp.sum(jax.vmap(functools.partial(family.trained_rows, objective, head))(batches), axis=0)
         key = jax.random.fold_in(jax.random.key(seed), state.update)
 
         def one(m: int | jax.Array) -> Any:

@@ -22,9 +22,8 @@ from eaglejax.drafts.files import draft_path
 from eaglejax.errors import ConfigError
 from eaglejax.identity import digest
 from eaglejax.train.curate import place
-from eaglejax.train.prepare import STARTS
 from eaglejax.train.samples import Sample, prompt_digest
-from eaglejax.train.settings import TrainSettings, override, parse, read_toml
+from eaglejax.train.settings import STARTS, TrainSettings, override, parse, read_toml
 
 FIXED = (
     *("target", "target_dtype", "target_quant", "out"),

@@ -15,29 +15,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.files import make_folder, only_writer, write_text
-from eaglejax.drafts.eagle import model as eagle_model
-from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
-from eaglejax.drafts.eagle.model import Weights, param_table
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.identity import described
 from eaglejax.models.target import Target
-from eaglejax.pytree import leaf_paths
 from eaglejax.train import evaluate, run_checkpoints
 from eaglejax.train.batch import Batch
+from eaglejax.train.family import Draft, Weights
 from eaglejax.train.feature_cache import FeatureCache
 from eaglejax.train.features import fingerprint, identity, with_features
 from eaglejax.train.logs import SCALARS, JsonLog, Log, TensorBoardLog, WandbLog
 from eaglejax.train.optimizers import optimizer, schedule
 from eaglejax.train.packing import Features, batch_stream
-from eaglejax.train.prepare import STARTS, Data, Draft, check_run
+from eaglejax.train.prepare import Data, check_run
+from eaglejax.train.registry import training_of
 from eaglejax.train.samples import Sample
-from eaglejax.train.settings import TrainSettings, to_toml
+from eaglejax.train.settings import STARTS, TrainSettings, to_toml
 from eaglejax.train.state import (
     TrainState,
     UpdateReport,
@@ -88,6 +85,7 @@ class Trainer:
         if self.mesh.size > 1:
             # Weights on one device would be copied to the others for every batch.
             self.target = dataclasses.replace(target, params=replicate(target.params, self.mesh))
+        self._taps = training_of(draft.config).taps(draft.config)
         self._features = self._open_features()
         dtype = jnp.dtype(run.compute_dtype)
         frozen = replicate(draft.frozen, self.mesh)
@@ -244,8 +242,7 @@ class Trainer:
         where = self.settings.run.features
         if where == "online":
             return None
-        aux = self.draft.config.aux
-        cache = FeatureCache(where, identity(self.target, aux))
+        cache = FeatureCache(where, identity(self.target, self._taps))
         missing = [s for s in (*self.data.train, *self.data.validation) if s not in cache]
         if missing:
             raise ConfigError(
@@ -274,7 +271,7 @@ class Trainer:
     def _with_features(self, batch: Batch) -> Batch:
         """One batch on the devices, with features unless it was made of stored ones."""
         batch = shard_batch(batch, self.mesh)
-        return with_features(self.target, batch, self.draft.config.aux) if self._features is None else batch
+        return with_features(self.target, batch, self._taps) if self._features is None else batch
 
     def _held_out(self) -> evaluate.HeldOut:
         return evaluate.HeldOut(
@@ -336,16 +333,11 @@ def export(folder: Path, draft: Draft, weights: Weights, settings: TrainSettings
 
     In the project's own form, which holds every draft (``eaglejax convert`` writes the others').
     """
-    complete = draft.complete(weights)
-    foreign = set(leaf_paths(complete)) ^ set(leaf_paths(param_table(draft.config)))
-    if foreign:
-        raise EaglejaxError(f"the trained weights lack, or should not have, {', '.join(sorted(foreign))}")
-    complete = jax.tree.map(np.asarray, eagle_model.cast(complete, draft.config, dtype))
     # Names that the next run finds again: a kill leaves nothing for good.
     temporary = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
-    tensors = tensors_of_weights(draft.config, complete)
-    write_draft(temporary, draft.config, tensors, draft.ids, to="eaglejax")
+    complete = draft.complete(weights)
+    training_of(draft.config).write(temporary, draft.config, complete, draft.ids, dtype=dtype)
     write_text(temporary / "training.toml", to_toml(settings))
     earlier = folder.with_name(f".{folder.name}.earlier")
     shutil.rmtree(earlier, ignore_errors=True)

@@ -14,7 +14,7 @@ from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.online import HadamardInput
-from eaglejax.train.attention import training_attention
+from eaglejax.train.eagle.attention import training_attention
 from kernels_pallas import dispatch
 from kernels_pallas.hopper import has_simulator
 

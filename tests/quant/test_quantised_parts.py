@@ -23,9 +23,10 @@ from eaglejax.quant.array import QuantArray
 from eaglejax.quant.online import HadamardInput, plain
 from eaglejax.quant.quantize import quantize_array
 from eaglejax.rotation.rotate import rotate_target
-from eaglejax.train import warm
+from eaglejax.train.eagle import warm
+from eaglejax.train.eagle.objective import objective_loss, trained_rows
 from eaglejax.train.features import with_features
-from eaglejax.train.objectives import Objective, objective_loss, trained_rows
+from eaglejax.train.objectives import Objective
 from eaglejax.train.packing import assemble
 from eaglejax.train.prepare import Data, prepare_draft
 from eaglejax.train.samples import Report

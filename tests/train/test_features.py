@@ -14,11 +14,11 @@ from eaglejax.errors import CheckpointError, MismatchError
 from eaglejax.models import decoder
 from eaglejax.nn.visible import Causal
 from eaglejax.train import feature_cache
+from eaglejax.train.eagle.start import draft_config
 from eaglejax.train.evaluate import HeldOut
 from eaglejax.train.feature_cache import FeatureCache, write_features
 from eaglejax.train.features import check_identity, fingerprint, head_summary, identity, with_features
 from eaglejax.train.packing import assemble
-from eaglejax.train.prepare import draft_config
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import DraftSettings
 

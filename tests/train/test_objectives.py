@@ -15,9 +15,10 @@ from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.model import EagleParams, init_eagle
 from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.errors import ConfigError
-from eaglejax.train import objectives
 from eaglejax.train.batch import Batch, row_mask, shift
-from eaglejax.train.objectives import Head, Objective, objective_loss, trained_rows
+from eaglejax.train.eagle import objective as module
+from eaglejax.train.eagle.objective import objective_loss, trained_rows
+from eaglejax.train.objectives import Head, Objective
 
 MEMBER = np.zeros(VOCAB, bool)
 MEMBER[np.random.default_rng(9).choice(VOCAB, 64, replace=False)] = True
@@ -236,10 +237,10 @@ def test_logits_computed_again_give_the_gradient_of_logits_that_were_kept(draft,
 
     remade = []
     real = jax.checkpoint
-    monkeypatch.setattr(objectives.jax, "checkpoint", lambda f: remade.append(f) or real(f))
+    monkeypatch.setattr(module.jax, "checkpoint", lambda f: remade.append(f) or real(f))
     kept = jax.jit(jax.grad(loss))(params.weights)
     assert not remade
-    monkeypatch.setattr(objectives, "_KEPT_LOGITS", 0)
+    monkeypatch.setattr(module, "_KEPT_LOGITS", 0)
     again = jax.jit(jax.grad(lambda w: loss(w)))(params.weights)
     assert len(remade) == objective.steps
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
@@ -276,7 +277,7 @@ def test_noise_lies_on_the_features_within_its_bounds_in_training_alone(draft, o
         seen.append(features)
         raise InterruptedError
 
-    monkeypatch.setattr(objectives, "unroll", spy)
+    monkeypatch.setattr(module, "unroll", spy)
     for key in (jax.random.key(0), jax.random.key(1), None):
         with pytest.raises(InterruptedError):
             objective_loss(params, config, noisy, HEAD, one_document, rows, key)

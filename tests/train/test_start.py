@@ -22,12 +22,13 @@ from eaglejax.nn.mlp import gated_mlp
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import RopeConfig
 from eaglejax.nn.visible import Causal
-from eaglejax.train import warm
+from eaglejax.train.eagle import warm
+from eaglejax.train.eagle.start import draft_config as new_config
+from eaglejax.train.eagle.start import fit_data
 from eaglejax.train.features import boundaries, target_features
 from eaglejax.train.packing import assemble
 from eaglejax.train.plan import make_plan
-from eaglejax.train.prepare import Data, fit_data, planned_config, prepare_draft
-from eaglejax.train.prepare import draft_config as new_config
+from eaglejax.train.prepare import Data, planned_config, prepare_draft
 from eaglejax.train.samples import Report, Sample
 from eaglejax.train.settings import DataSettings, DraftSettings, RunSettings, TrainSettings
 from eaglejax.train.trainer import export

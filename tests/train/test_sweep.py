@@ -12,9 +12,9 @@ from train_tools import EXPERTS, draft_config
 from eaglejax.cli.sweep import _Session
 from eaglejax.drafts.eagle.model import init_eagle
 from eaglejax.errors import ConfigError
-from eaglejax.train import prepare
-from eaglejax.train.cost import draft_cost
 from eaglejax.train.curate import split_validation
+from eaglejax.train.eagle import start
+from eaglejax.train.eagle.cost import draft_cost
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import SourceFile
 from eaglejax.train.sweep import (
@@ -166,14 +166,18 @@ def test_the_closed_form_start_reads_its_texts_once_while_nothing_about_them_cha
         asked.append((aux, len(samples), capacity, tokens))
         return object()
 
-    monkeypatch.setattr(prepare, "fit_data", counted)
+    monkeypatch.setattr(start, "fit_data", counted)
     sample = Sample(np.arange(4, dtype=np.int32), np.ones(4, bool), "one")
     other = dataclasses.replace(sample, ids=np.arange(1, 5, dtype=np.int32))
     session = _Session(None, tmp_path, [])
-    first = session.read_fit(None, (0, 1), [sample], 8, 100)
-    assert session.read_fit(None, (0, 1), [dataclasses.replace(sample)], 8, 100) is first
+
+    def read(*asked):
+        return start.read_fit(None, *asked, session.remember)
+
+    first = read((0, 1), [sample], 8, 100)
+    assert read((0, 1), [dataclasses.replace(sample)], 8, 100) is first
     changed = [((0, 2), [sample], 8, 100), ((0, 2), [other], 8, 100), ((0, 2), [other], 16, 100)]
-    found = [session.read_fit(None, *arguments) for arguments in [*changed, ((0, 2), [other], 16, 99)]]
+    found = [read(*arguments) for arguments in [*changed, ((0, 2), [other], 16, 99)]]
     assert len({id(answer) for answer in [first, *found]}) == 5
     assert len(asked) == 5
 

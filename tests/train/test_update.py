@@ -14,11 +14,12 @@ from train_tools import draft_config, packed
 from eaglejax.drafts.eagle.model import EagleParams, init_eagle
 from eaglejax.drafts.eagle.unroll import step_attention
 from eaglejax.errors import ConfigError
-from eaglejax.train import state as module
 from eaglejax.train import trainer
-from eaglejax.train.attention import training_attention
+from eaglejax.train.eagle import family as module
+from eaglejax.train.eagle.attention import training_attention
+from eaglejax.train.eagle.objective import objective_loss, trained_rows
 from eaglejax.train.logs import WandbLog
-from eaglejax.train.objectives import Head, Objective, objective_loss, trained_rows
+from eaglejax.train.objectives import Head, Objective
 from eaglejax.train.optimizers import optimizer
 from eaglejax.train.settings import DataSettings, OptimizerSettings, RunSettings, SourceFile, TrainSettings
 from eaglejax.train.state import init_state, make_update, micro_batches
