@@ -28,7 +28,7 @@ from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.measure import timing
 from eaglejax.models.target import Target
 from eaglejax.speculate import metrics
-from eaglejax.speculate.generate import ROUNDS_A_CHUNK
+from eaglejax.speculate.options import ROUNDS_A_CHUNK
 from experiments import record
 from experiments.evaluate import read_suite
 from experiments.quantization.acceptance import SCHEMES, placeless

@@ -115,7 +115,7 @@ def test_a_draft_is_loaded_by_any_spelling_of_its_version(drafts, model):
     target = ej.load_target(model, dtype="float32")
     bound = ej.load_draft(drafts["eagle3"], target, method="EAGLE-3")
     assert bound.proposer.config.version == 3
-    with pytest.raises(ConfigError, match="cannot run as EAGLE-1"):
+    with pytest.raises(ConfigError, match="cannot run as eagle1"):
         ej.load_draft(drafts["eagle3"], target, method="EAGLE-1")
     with pytest.raises(ConfigError, match="method 'magic' is not known"):
         ej.load_draft(drafts["eagle3"], target, method="magic")

@@ -48,7 +48,6 @@ def test_the_first_word(capfd, argv, status, words):
         ["generate", "--help"],
         ["generate", "--target", "T"],
         ["generate", "--target", "T", "--prompt", "x", "--temperature", "-1"],
-        ["generate", "--target", "T", "--prompt", "x", "--method", "magic"],
         ["bench", "--target", "T", "--prompts", "absent.jsonl"],
         ["regenerate", "--turns"],
         ["train"],
