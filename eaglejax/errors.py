@@ -7,15 +7,17 @@ LONGEST = 500
 class EaglejaxError(ValueError):
     """Base of every refusal by eaglejax; the CLI prints its text without a traceback and exits with 2.
 
-    The text is one line of at most ``LONGEST`` characters: what cannot be printed is escaped, and of a longer
+    The text is one line of at most ``longest`` characters: what cannot be printed is escaped, and of a longer
     one the middle is left out.
     """
 
+    longest = LONGEST
+
     def __init__(self, message: str) -> None:
         shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-        if len(shown) > LONGEST:
-            end = LONGEST // 3
-            shown = f"{shown[: LONGEST - end - 5]} ... {shown[-end:]}"
+        if len(shown) > self.longest:
+            end = self.longest // 3
+            shown = f"{shown[: self.longest - end - 5]} ... {shown[-end:]}"
         super().__init__(shown)
 
 
@@ -29,6 +31,9 @@ class CheckpointError(EaglejaxError):
 
 class MismatchError(EaglejaxError):
     """Two things that must fit do not: a draft and its target, a tokenizer and its model."""
+
+    # It quotes the paths that a person gave, in a command to be copied whole, and nothing that a file holds.
+    longest = 4 * LONGEST
 
 
 class RequestError(EaglejaxError):

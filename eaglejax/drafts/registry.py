@@ -95,7 +95,7 @@ def read_draft(spec: Spec, *, method: str = "auto", **reading: Any) -> tuple[Dra
     known = known_name(method, (*family.methods, "auto"))
     if known is None:
         raise ConfigError(
-            f"{files.path} holds a {family.name} draft; it cannot run as {method}, but as "
+            f"{files.path} holds a draft of the kind {family.name}; it cannot run as {method}, but as "
             f"{' or '.join(family.methods)}"
         )
     _check_options(family, reading, family.reading)

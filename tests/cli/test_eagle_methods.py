@@ -117,7 +117,7 @@ def test_a_draft_is_loaded_by_any_spelling_of_its_version(drafts, model):
     assert bound.proposer.config.version == 3
     with pytest.raises(ConfigError, match="cannot run as eagle1"):
         ej.load_draft(drafts["eagle3"], target, method="EAGLE-1")
-    with pytest.raises(ConfigError, match="method 'magic' is not known"):
+    with pytest.raises(ConfigError, match="cannot run as magic, but as eagle or eagle1"):
         ej.load_draft(drafts["eagle3"], target, method="magic")
 
 

@@ -129,7 +129,10 @@ def test_another_form_keeps_the_basis_and_refuses_a_second_alignment(tmp_path):
     back = read_draft(tmp_path / "out")
     assert back.layout == "speculators"
     assert back.config.basis == rotated().basis
-    assert json.loads((tmp_path / "out/config.json").read_text())["eaglejax"] == {"basis": rotated().basis}
+    assert json.loads((tmp_path / "out/config.json").read_text())["eaglejax"] == {
+        "basis": rotated().basis,
+        "own_embedding": True,
+    }
     with pytest.raises(ConfigError, match="aligned already"):
         align_file(back, rotated(), rotated().rotation)
     first = draft_config(original().config, 1)
@@ -305,35 +308,3 @@ def test_dflash_folds_any_number_of_blocks_and_borrows_what_was():
     table, head = RNG.normal(size=(V, H)), RNG.normal(size=(H, V))
     assert distance(align.original_embedding(table @ Q, BASIS, np.float32), table) < 1e-6
     assert distance(align.original_head(Q.T @ (GAMMA[:, None] * head), BASIS, np.float32), head) < 1e-6
-
-
-@pytest.mark.parametrize("recycles", ["post-norm", "residual"])
-def test_a_rotated_mtp_module_gets_the_gamma_that_its_input_lost(recycles):
-    """Two steps: the target's state first, then the module's own, behind its norm or before it."""
-    eh, inner = RNG.normal(size=(2 * H, H)) / 4, RNG.normal(size=(H, H)) / 4
-    embed_norm, hidden_norm, last = np.exp(RNG.normal(0, 0.5, (3, H)))
-
-    def module(projection, layer, e, h, norms=(embed_norm, hidden_norm)):
-        y = np.concatenate([n(e) * norms[0], n(h) * norms[1]], -1) @ projection
-        return y + n(y) @ layer
-
-    first = module(eh, inner, E, n(X) * GAMMA)
-    second = module(eh, inner, X, n(first) * last if recycles == "post-norm" else first)
-    plain = (np.ones(H), np.ones(H))
-    projection, layer = align.rotate_mtp(eh, embed_norm, hidden_norm, BASIS), Q.T @ inner @ Q
-    got = module(projection, layer, E @ Q, n(X @ Q) @ align.recycled_map(BASIS), plain)
-    assert distance(got, first @ Q) < 1e-5
-    fed = n(got) @ align.recycled_map(BASIS, last) if recycles == "post-norm" else got
-    assert distance(module(projection, layer, X @ Q, fed, plain), second @ Q) < 1e-5
-    without = module(projection, layer, E @ Q, n(X @ Q), plain)
-    assert distance(without, first @ Q) > 0.02
-    if recycles == "post-norm":
-        wrong = n(got) @ align.recycled_map(BASIS)
-        assert distance(module(projection, layer, X @ Q, wrong, plain), second @ Q) > 0.02, (
-            "not the target's gamma"
-        )
-    else:
-        wrong = got @ align.recycled_map(BASIS)
-        assert distance(module(projection, layer, X @ Q, wrong, plain), second @ Q) > 0.02, (
-            "no map on a residual"
-        )
