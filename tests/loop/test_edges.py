@@ -204,7 +204,7 @@ def test_a_token_that_the_target_cannot_compute(monkeypatch: pytest.MonkeyPatch)
         ({"rounds_a_chunk": 2.5}, "rounds_a_chunk is 2.5"),
         ({"rounds_a_chunk": 0}, "rounds_a_chunk is 0"),
         ({"prefill_width": True}, "prefill_width is True"),
-        ({"method": "typical"}, "'typical'"),
+        ({"verification": "typical"}, "'typical'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], match: str) -> None:
