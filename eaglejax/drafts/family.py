@@ -8,6 +8,7 @@ is written in, and its settings. A family that is added is a folder, a record, a
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -97,7 +98,7 @@ class Probe(Protocol):
         """The dtype that it computes in."""
 
 
-class DraftFamily:
+class DraftFamily(abc.ABC):
     """One family of drafts; subclasses say what differs.
 
     ``name``: as people write it. ``proposer``: the class of its proposers, ``file`` that of what ``read``
@@ -119,13 +120,13 @@ class DraftFamily:
         """What in config.json says that a draft is of this family, None where nothing does."""
         return None
 
+    @abc.abstractmethod
     def shown(self, files: DraftFiles) -> bool:
         """Whether the tensors are those of such a draft; asked where no config declares another family."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read(self, files: DraftFiles, *, method: str = "auto", **reading: Any) -> UnderstoodFile:
         """Understand the files. Raises CheckpointError or ConfigError that names what is wrong."""
-        raise NotImplementedError
 
     def bind(self, file: Any, target: Target, dtype: Any) -> tuple[Any, Any]:
         """(configuration on this target, parameters joined with what they borrow of it)."""
