@@ -6,7 +6,18 @@ import jax
 import numpy as np
 import pytest
 from cases import CASES
-from loop_tools import decode, full_forward, greedy_texts, pad, prompts, start, tiny_target
+from loop_tools import (
+    CONTEXT,
+    GREEDY,
+    decode,
+    empty_state,
+    full_forward,
+    greedy_texts,
+    pad,
+    prompts,
+    start,
+    tiny_target,
+)
 from width_tools import Turns
 
 from eaglejax.errors import ConfigError
@@ -62,7 +73,8 @@ def test_a_chosen_width_moves_no_cache() -> None:
     case, target = CASES["draft_model"], tiny_target()
     program = rounds.Program(target.config, case.proposer, widths=(1, 2, 3), policy=Turns())
     params = rounds.Params(target.params, case.params(greedy_texts(prompts())))
-    state = jax.eval_shape(lambda: start(program, params))
+    budget = [CONTEXT] * len(prompts())
+    state = empty_state(program, params, target, (GREEDY,) * len(budget), prompts(), budget)
     text = rounds.jit_run_rounds.lower(program, params, state, np.int32(1), most=4).compile().as_text()
     shape = "[{},{},{},{}]".format(*jax.tree.leaves(state.cache)[0].shape)
     caches = [line for line in text.splitlines() if shape in line]

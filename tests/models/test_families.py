@@ -83,7 +83,7 @@ def test_cached_decoding_by_chunk_then_token_by_token(name):
 def test_a_window_ends_where_transformers_ends_it(name):
     """Positions W-1, W and W+1, the ones that an off-by-one would change, one by one."""
     config, params, tokens, reference = case(name)
-    assert {layer.window for layer in config.layers} == {5}
+    assert 5 in {layer.window for layer in config.layers}
     logits, _, _ = step(params, config, tokens, decoder.init_cache(config, ROWS, CAPACITY))
     for i in (4, 5, 6):
         assert relative(logits[0, i], reference[0][0][i]) < 1e-5

@@ -214,7 +214,7 @@ def test_diagnose_prints_a_verdict_a_test_and_finds_the_basis(run, folders, rows
     report = json.loads(out)
     assert report["faults"] == ["basis"]
     assert {t["test"] for t in report["tests"]} == {
-        *("tokenizer", "aux_layers", "basis", "positions", "vocabulary", "template", "norms")
+        *("tokenizer", "aux_layers", "basis", "positions", "vocabulary", "template", "norms", "texts")
     }
     assert report["decoded"]["num_drafts"] > 0
     assert len(report["measured"]["chat"]["rates"]) == 3

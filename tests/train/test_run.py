@@ -164,7 +164,8 @@ assert run.run().updates == 7
 
 def test_two_devices_do_what_one_does(whole, folder, rows_file, tmp_path):
     """In a process of its own: how many devices a CPU has is settled when jax starts. The other run kept its
-    attention's weights, this one computes them anew on each device."""
+    attention's weights, this one computes them anew on each device. Each update then divides by the size of
+    its gradient, so that rounding grows."""
     script, out = tmp_path / "two.py", tmp_path / "run"
     script.write_text(TWO_DEVICES)
     here = Path(__file__).parent
@@ -183,7 +184,7 @@ def test_two_devices_do_what_one_does(whole, folder, rows_file, tmp_path):
     assert list(one) == list(two) == [2, 4, 6, 7]
     for update, row in one.items():
         for name in ("train/loss", "train/rows", "gradient_norm"):
-            np.testing.assert_allclose(two[update][name], row[name], rtol=2e-3)
+            np.testing.assert_allclose(two[update][name], row[name], rtol=1e-4 if update == 2 else 1e-2)
 
 
 def whole_folder(settings):
