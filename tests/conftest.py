@@ -12,6 +12,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # Beside the code, so that a user's cache neither helps nor harms.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
+# Programs are compiled once and run for moments: half of the time would go into optimising them.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 MOST_MAPPINGS = 20_000
@@ -29,6 +31,20 @@ def _forget_programs_in_time():
 
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _optimise_what_runs_for_long(request):
+    """Modules that draw 100 thousand texts, or read what the compiler made, say ``OPTIMISED = True``."""
+    if not getattr(request.module, "OPTIMISED", False):
+        yield
+        return
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from eaglejax.kv_format import KVFormat
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import rounds
 
+OPTIMISED = True
+
 V, PROMPT = SMALL_VOCAB, SMALL_PROMPT
 TOKENS = 3
 TRIALS, AT_ONCE = 100_000, 10_000

@@ -13,6 +13,8 @@ from eaglejax.sampling import Sampling
 from eaglejax.speculate import verify as verify_module
 from eaglejax.speculate.verify import verify
 
+OPTIMISED = True
+
 step = jax.jit(verify, static_argnames="method")
 TRIALS = 200_000
 

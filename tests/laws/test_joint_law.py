@@ -13,6 +13,8 @@ from eaglejax import sampling
 from eaglejax.sampling import Purpose, Sampling
 from eaglejax.speculate.verify import verify
 
+OPTIMISED = True
+
 VOCAB, LENGTH, TRIALS = 4, 3, 200_000
 RNG = np.random.default_rng(2)
 TARGET = (1.5 * RNG.normal(size=(VOCAB, VOCAB, VOCAB))).astype(np.float32)

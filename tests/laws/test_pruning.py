@@ -18,6 +18,8 @@ from eaglejax.speculate import widths
 from eaglejax.speculate.verify import verify
 from eaglejax.speculate.widths import Widest, WidthPolicy
 
+OPTIMISED = True
+
 V = 4
 TRIALS = 40_000
 

@@ -13,6 +13,8 @@ from law_oracle import (
     transform,
 )
 
+OPTIMISED = True
+
 VOCAB = 3
 
 

@@ -22,6 +22,8 @@ from eaglejax import sampling
 from eaglejax.sampling import Purpose, Sampling
 from eaglejax.speculate.verify import verify
 
+OPTIMISED = True
+
 NODES, VOCAB, BATCH = 8, 5, 256
 SETTINGS = [
     Sampling(temperature=1.0),

@@ -25,6 +25,8 @@ from eaglejax.speculate import rounds
 from eaglejax.speculate.options import DecodeOptions
 from eaglejax.speculate.state import UNREAD
 
+OPTIMISED = True
+
 
 @pytest.mark.parametrize(("name", "menu"), [("mixed", (1, 4, 16)), ("ngram", (2, 3))])
 def test_every_width_gives_the_tokens_of_plain_decoding(name: str, menu: tuple[int, ...]) -> None:
