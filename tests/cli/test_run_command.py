@@ -173,7 +173,9 @@ def test_a_warning_is_a_line(capfd):
 
 
 COMMAND = """
-import dataclasses, sys, time
+import dataclasses, signal, sys, time
+# What runs in the background of a shell is started deaf to it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from eaglejax.cli import show
 from eaglejax.cli.run import run_command
 
