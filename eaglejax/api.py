@@ -170,7 +170,7 @@ def generate(
     options: DecodeOptions | None = None,
     **changes: Unpack[DecodeChanges],
 ) -> Generation | list[Generation]:
-    """Decode prompts; the output's law is the target's whatever the proposer.
+    """Decode prompts; the output's distribution is the target's whatever the proposer.
 
     ``prompts``: a text, token ids, messages or a ``Conversation`` (one Generation comes back), or a list of
     such (a list comes back). ``proposer``: who guesses (None: plain autoregressive decoding). ``sampling``:

@@ -1,9 +1,9 @@
-"""The one sampling transform: what a user asks for, the law it gives, and every draw from it.
+"""The one sampling transform: what a user asks for, the distribution it gives, and every draw from it.
 
 Order: logit bias -> repetition, presence and frequency penalties (:func:`process`) -> temperature -> top-k
--> top-p -> min-p -> softmax (:func:`law`). Autoregressive decoding, drafting and verification all use these
-functions, so a law is the same wherever it is computed. Laws are f32. What a user writes stands in
-``sampling_settings``, which needs no jax.
+-> top-p -> min-p -> softmax (:func:`distribution`). Autoregressive decoding, drafting and verification all
+use these functions, so a distribution is the same wherever it is computed. Distributions are f32. What a user
+writes stands in ``sampling_settings``, which needs no jax.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD = 256
 """Largest logits that a CPU sorts before it searches for the edge of a filter."""
 
 SMALL = 4096
-"""Vocabularies below this are filtered all laws at once on any device."""
+"""Vocabularies below this are filtered all distributions at once on any device."""
 
 
 class Purpose(enum.IntEnum):
@@ -202,11 +202,11 @@ def process(
 
 @pytree.dataclass
 class Cut:
-    """A law as scalars [B, ...], from which a token's probability follows by its logit alone.
+    """A distribution as scalars [B, ...], from which a token's probability follows by its logit alone.
 
-    ``peak``: largest logit; ``temperature`` (1 at greedy rows, whose law is a ``where`` of the caller);
-    ``edge``: smallest logit that top-k and top-p keep; ``floor``: least weight that min-p keeps; ``total``:
-    weight of what is kept. The most likely token weighs 1.
+    ``peak``: largest logit; ``temperature`` (1 at greedy rows, whose distribution is a ``where`` of the
+    caller); ``edge``: smallest logit that top-k and top-p keep; ``floor``: least weight that min-p keeps;
+    ``total``: weight of what is kept. The most likely token weighs 1.
     """
 
     peak: jax.Array
@@ -216,20 +216,21 @@ class Cut:
     total: jax.Array
 
 
-def weigh(logits: jax.Array, law: Cut) -> jax.Array:
-    """Unnormalised probabilities of ``logits``, against which the law's scalars broadcast."""
+def weigh(logits: jax.Array, by: Cut) -> jax.Array:
+    """Unnormalised probabilities of ``logits``, against which the scalars of ``by`` broadcast."""
     # The difference comes first: dividing large logits by a small temperature would give inf - inf.
-    weights = jnp.exp((logits - law.peak) / law.temperature)
-    return jnp.where((logits >= law.edge) & (weights >= law.floor), weights, 0.0)
+    weights = jnp.exp((logits - by.peak) / by.temperature)
+    return jnp.where((logits >= by.edge) & (weights >= by.floor), weights, 0.0)
 
 
-def prob(logits: jax.Array, law: Cut) -> jax.Array:
-    """Probabilities of ``logits``, against which the law's scalars broadcast; 0 without support."""
-    return weigh(logits, law) / jnp.where(law.total > 0, law.total, 1.0)
+def prob(logits: jax.Array, by: Cut) -> jax.Array:
+    """Probabilities of ``logits``, against which the scalars of ``by`` broadcast; 0 without support."""
+    return weigh(logits, by) / jnp.where(by.total > 0, by.total, 1.0)
 
 
 def cut(processed: jax.Array, rows: RowSampling) -> Cut:
-    """Scalars [B, ...] of the laws of ``processed`` [B, ..., V]; ties at top-k's and top-p's edge are kept.
+    """Scalars [B, ...] of the distributions of ``processed`` [B, ..., V]; ties at top-k's and top-p's edge
+    are kept.
 
     Top-k keeps a token while fewer than k are larger; top-p while the larger ones hold less than p of the
     mass that top-k left.
@@ -239,14 +240,14 @@ def cut(processed: jax.Array, rows: RowSampling) -> Cut:
     settings = [jnp.broadcast_to(_spread(x, processed[..., 0]), shape) for x in each]
     if not rows.filtered or processed.shape[-1] < SMALL:
         return _cut(processed, *settings, filtered=rows.filtered)
-    # A CPU searches one law at a time, which stays in its cache; an accelerator all of them at once.
+    # A CPU searches one distribution at a time, which stays in its cache; an accelerator all of them at once.
     flat = (processed.reshape(-1, processed.shape[-1]), *(x.reshape(-1) for x in settings))
-    laws = jax.lax.platform_dependent(
+    cuts = jax.lax.platform_dependent(
         *flat,
-        cpu=lambda *laws: jax.lax.map(lambda law: _cut(*law, head=HEAD), laws),
-        default=lambda *laws: _cut(*laws),
+        cpu=lambda *each: jax.lax.map(lambda one: _cut(*one, head=HEAD), each),
+        default=lambda *each: _cut(*each),
     )
-    return jax.tree.map(lambda x: x.reshape(shape), laws)
+    return jax.tree.map(lambda x: x.reshape(shape), cuts)
 
 
 def _cut(
@@ -262,7 +263,7 @@ def _cut(
     """:func:`cut` of ``logits`` [..., V] with settings [...], sorting the ``head`` largest logits first."""
     live = temperature > 0
     peak = jnp.max(logits, axis=-1)
-    law = Cut(
+    found = Cut(
         peak=jnp.where(jnp.isfinite(peak), peak, 0.0),
         temperature=jnp.where(live, temperature, 1.0),
         edge=jnp.full_like(peak, -jnp.inf),
@@ -273,20 +274,20 @@ def _cut(
         ranked = jax.lax.top_k(logits, head)[0] if head else None
         fewer = top_k.astype(jnp.float32)
         on = live & (top_k > 0) & (top_k < logits.shape[-1])
-        edge = edge_of(logits, lambda z: jnp.ones_like(z), fewer, law.edge, on, ranked)
-        law = dataclasses.replace(law, edge=edge)
-        above = jax.tree.map(lambda x: x[..., None], law)
+        edge = edge_of(logits, lambda z: jnp.ones_like(z), fewer, found.edge, on, ranked)
+        found = dataclasses.replace(found, edge=edge)
+        above = jax.tree.map(lambda x: x[..., None], found)
         budget = top_p * mass(weigh(logits, above))
         edge = edge_of(logits, lambda z: weigh(z, above), budget, edge, live & (top_p < 1.0), ranked)
-        law = dataclasses.replace(law, edge=edge, floor=min_p)
-    return dataclasses.replace(law, total=mass(weigh(logits, jax.tree.map(lambda x: x[..., None], law))))
+        found = dataclasses.replace(found, edge=edge, floor=min_p)
+    return dataclasses.replace(found, total=mass(weigh(logits, jax.tree.map(lambda x: x[..., None], found))))
 
 
-def law(processed: jax.Array, rows: RowSampling) -> jax.Array:
+def distribution(processed: jax.Array, rows: RowSampling) -> jax.Array:
     """Probabilities [B, ..., V] f32 of ``processed`` logits [B, ..., V] over any vocabulary, a draft's too.
 
-    Greedy rows are one-hot at the lowest id of the largest logit. A law without support (every logit -inf)
-    is zero everywhere, never NaN.
+    Greedy rows are one-hot at the lowest id of the largest logit. A distribution without support (every
+    logit -inf) is zero everywhere, never NaN.
     """
     best = greedy(processed)[..., None] == jnp.arange(processed.shape[-1], dtype=jnp.int32)
     if not rows.sampled:

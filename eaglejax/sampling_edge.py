@@ -1,4 +1,5 @@
-"""Sums over a vocabulary, and the edge at which a filter cuts a law: what ``sampling`` computes laws with."""
+"""Sums over a vocabulary, and the edge at which a filter cuts a distribution: what ``sampling`` computes
+distributions with."""
 
 from __future__ import annotations
 
@@ -35,9 +36,10 @@ def edge_of(
 ) -> jax.Array:
     """Smallest logit z >= ``floor`` [...] such that the logits above z weigh less than ``budget`` [...].
 
-    Laws not ``on`` [...] keep their floor. ``ranked`` [..., K]: the largest logits in falling order, where
-    most laws end; the others are searched by bisection over the bit patterns of f32, which sort like
-    integers. Either is exact and finds the same, however many logits tie; nothing of size V is sorted.
+    Distributions not ``on`` [...] keep their floor. ``ranked`` [..., K]: the largest logits in falling
+    order, where most distributions end; the others are searched by bisection over the bit patterns of f32,
+    which sort like integers. Either is exact and finds the same, however many logits tie; nothing of size V
+    is sorted.
     """
     peak = jnp.max(logits, axis=-1)
     if ranked is None:
@@ -54,7 +56,7 @@ def edge_of(
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         above = logits > _from_sort_key(middle)[..., None]
         enough = mass(jnp.where(above, weights, 0.0)) >= budget
-        # A law that has been settled waits for the others.
+        # A distribution that has been settled waits for the others.
         apart = high > low + 1
         return jnp.where(apart & enough, middle, low), jnp.where(apart & ~enough, middle, high)
 

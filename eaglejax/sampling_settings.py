@@ -74,7 +74,7 @@ class Sampling:
 
     @property
     def filtered(self) -> bool:
-        """Some filter of the law is on."""
+        """Some filter of the distribution is on."""
         return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0
 
 

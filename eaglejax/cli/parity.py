@@ -71,8 +71,8 @@ class Parity:
         if self.temperature != 0:
             raise ConfigError(
                 f"--temperature is {self.temperature:g}; parity compares greedy runs, because what is drawn "
-                "depends on each side's own random numbers. The law that is drawn from is a function of the "
-                "logits, which a greedy run compares at every node: leave --temperature out"
+                "depends on each side's own random numbers. The distribution that is drawn from is a "
+                "function of the logits, which a greedy run compares at every node: leave --temperature out"
             )
         if self.replay is not None:
             given = [

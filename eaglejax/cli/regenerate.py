@@ -19,7 +19,7 @@ class Regenerate:
     out: str
     """The file of answers; one that exists is completed."""
     draft: str | None = None
-    """An EAGLE draft that makes it faster; the answers' law stays the target's."""
+    """An EAGLE draft that makes it faster; the answers' distribution stays the target's."""
     temperature: float = 0.0
     """0 is greedy."""
     top_p: float = 1.0

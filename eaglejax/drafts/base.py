@@ -47,13 +47,13 @@ class Needs:
 
 @pytree.dataclass
 class Proposal:
-    """The law that the drafts were drawn from.
+    """The distribution that the drafts were drawn from.
 
-    ``q`` None: drafts are a function of the prefix alone (argmax, top-k, lookup), their law is one-hot.
-    Otherwise ``q`` [B, N, Vd] f32: row i is the law from which the children of node i were drawn, over the
-    draft vocabulary; ``ids`` [Vd] int32 maps it to target ids (None: the same ids; strictly increasing
-    otherwise). ``replacement``: whether siblings are independent draws from the same q (True), or each later
-    sibling is drawn from q without the earlier ones (False).
+    ``q`` None: drafts are a function of the prefix alone (argmax, top-k, lookup), their distribution is
+    one-hot. Otherwise ``q`` [B, N, Vd] f32: row i is the distribution from which the children of node i were
+    drawn, over the draft vocabulary; ``ids`` [Vd] int32 maps it to target ids (None: the same ids; strictly
+    increasing otherwise). ``replacement``: whether siblings are independent draws from the same q (True), or
+    each later sibling is drawn from q without the earlier ones (False).
     """
 
     q: jax.Array | None = None

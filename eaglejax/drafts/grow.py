@@ -60,7 +60,7 @@ class DynamicTree:
         return self.branching == 1
 
 
-def log_law(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def with_normaliser(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(cleaned logits [..., Vd] f32, log-normaliser [...]): a token's log-probability is their difference.
 
     NaN and +inf become -inf, so that a broken draft proposes little instead of spoiling what is sorted or
@@ -84,7 +84,7 @@ def expand(logits: jax.Array, scores: jax.Array, children: int) -> tuple[jax.Arr
     ``logits`` [B, n, Vd]; ``scores`` [B, n] f32 cumulative log-probabilities of the nodes. Equal logits go to
     the lower id.
     """
-    clean, normaliser = log_law(logits)
+    clean, normaliser = with_normaliser(logits)
     top, tokens = jax.lax.top_k(clean, children)
     return scores[:, :, None] + log_prob(top, normaliser[..., None]), tokens.astype(jnp.int32)
 

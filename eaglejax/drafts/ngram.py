@@ -2,7 +2,7 @@
 
 The last few tokens are searched for earlier in the row (prompt and output alike), and what followed them
 there is proposed as a chain (Saxena 2023, "Prompt Lookup Decoding"; also called n-gram speculation). No
-weights, no draws: the proposal is a function of the prefix, so its law is one-hot.
+weights, no draws: the proposal is a function of the prefix, so its distribution is one-hot.
 """
 
 from __future__ import annotations

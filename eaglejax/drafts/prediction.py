@@ -4,7 +4,7 @@ Every round the end of the committed text is looked for in the prediction, and w
 becomes the draft. That one rule follows the prediction while the two agree and finds the way back after an
 insertion, a deletion or a replacement, and it asks nothing of how the text was cut into tokens: where the
 answer tokenises a word differently (its first token, often), the next few tokens agree again. No weights, no
-draws: the law is one-hot.
+draws: the distribution is one-hot.
 """
 
 from __future__ import annotations

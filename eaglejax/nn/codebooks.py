@@ -1,8 +1,8 @@
 """Random rotations of a head's vectors, and the codebook for the coordinates that they give.
 
 A coordinate of a uniformly random unit vector in d dimensions is cos(t) with t of density sin(t)^(d-2) on
-[0, pi] (a Beta law, close to a Gaussian of variance 1/d). Rotating a key or value at random brings its
-coordinates near that law, for which the least-squares codebook is known beforehand (TurboQuant,
+[0, pi] (a Beta distribution, close to a Gaussian of variance 1/d). Rotating a key or value at random brings
+its coordinates near that distribution, for which the least-squares codebook is known beforehand (TurboQuant,
 arXiv:2504.19874). A full random rotation does so whatever the vector; small blocks (Clifford rotors in
 RotorQuant, pairs of quaternions in IsoQuant, arXiv:2603.28430) cost far less arithmetic and mix only
 neighbours, so that a channel that outweighs the rest stays in its block.

@@ -34,7 +34,7 @@ class Generation:
     ``token_ids`` include the end-of-text id that stopped it; ``text`` holds neither it nor any other control
     token. ``finish_reason``: "stop" (end of text, a stop string or one of ``stop_token_ids``), "length"
     (max_new_tokens or the context limit), "error" (see ``error``). ``logprobs``: one per token under the
-    target's untransformed law, or None when not asked for. ``prompt_tokens``: length of the prompt.
+    target's untransformed distribution, or None when not asked for. ``prompt_tokens``: length of the prompt.
     """
 
     text: str
@@ -352,7 +352,7 @@ class BatchDecoder:
             if record.count[b]:
                 _book_row(row, jax.tree.map(lambda x, b=b: x[b], record), now, first=first)
             if not record.finite[b] and not row.stopped:
-                row.error = _no_law(len(row.tokens), row.request.sampling)
+                row.error = _no_distribution(len(row.tokens), row.request.sampling)
 
     def _pieces(self) -> Iterator[Piece]:
         for index, row in enumerate(self._rows):
@@ -361,8 +361,8 @@ class BatchDecoder:
                 yield piece
 
 
-def _no_law(tokens: int, settings: Sampling) -> str:
-    """Why a row ends after ``tokens`` tokens without a law for the next."""
+def _no_distribution(tokens: int, settings: Sampling) -> str:
+    """Why a row ends after ``tokens`` tokens without a distribution for the next."""
     text = (
         f"the target's logits became NaN or infinite after {tokens} tokens; its weights or dtype overflow "
         "(float16 is prone to it: try bfloat16 or float32)"

@@ -23,7 +23,7 @@ ADAPTIVE_WIDTHS = (1, 4, 8, 16)
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOptions:
-    """How a batch is decoded; nothing here changes the law of the text.
+    """How a batch is decoded; nothing here changes the distribution of the text.
 
     ``verification``: "token", or "block" for chains (see ``verify``). ``logprobs``: return log-probabilities.
     ``ignore_eos``: go on to the token limit. ``rounds_a_chunk``: rounds between looks at the host (stop
@@ -33,8 +33,8 @@ class DecodeOptions:
     target's own. ``speculation``: "fixed" judges all that is drafted, or what ``widths`` and ``policy`` say
     (see ``Program``); "adaptive" takes each round the width with most expected tokens a second by measured
     costs, 1 among them (see ``adaptive``; out of ``widths``, where given). ``attention``: how attention is
-    computed (None: as the device's adapter chooses). A narrow cache gives the target another law, which
-    drafts leave alone as they do any law. Raises ConfigError.
+    computed (None: as the device's adapter chooses). A narrow cache gives the target another distribution,
+    which drafts leave alone as they do any distribution. Raises ConfigError.
     """
 
     verification: str = "token"

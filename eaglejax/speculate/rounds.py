@@ -5,7 +5,7 @@
 The root is the last emitted token; it is not in the cache yet and sits at position ``cache.lengths``. A
 round that accepts ``a`` drafts commits ``a + 1`` tokens (the root and the drafts) and emits ``a + 1`` (the
 drafts and the new root), so it always moves on. Without guesses (N = 1) the same round is plain
-autoregressive decoding, which is why both share one sampler, one stop rule and one law.
+autoregressive decoding, which is why both share one sampler, one stop rule and one distribution.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def _tap_fields(where: str, of: Any, *fields: str) -> None:
             tap(field, getattr(of, field))
 
 
-def _has_law(logits: jax.Array, processed: jax.Array) -> jax.Array:
+def _has_distribution(logits: jax.Array, processed: jax.Array) -> jax.Array:
     """Where [B, M] ``logits`` [B, M, V] and what bias and penalties made of them have a finite peak: NaN and
-    +inf have no law, and neither have tokens that are all banned."""
+    +inf have no distribution, and neither have tokens that are all banned."""
     return jnp.isfinite(logits.max(-1)) & jnp.isfinite(processed.max(-1))
 
 
@@ -92,7 +92,7 @@ def prefill_chunk(
     keys = sampling.fold(sampling.round_keys(state.rows, lengths + end), Purpose.BONUS)
     first = sampling.greedy(processed)[:, 0]
     if state.rows.sampled:
-        drawn = sampling.draw(sampling.law(processed, state.rows)[:, 0], keys)
+        drawn = sampling.draw(sampling.distribution(processed, state.rows)[:, 0], keys)
         first = jnp.where(state.rows.temperature > 0, drawn, first)
 
     kept, ended = _keep(state, first[:, None], last.astype(jnp.int32))
@@ -106,7 +106,7 @@ def prefill_chunk(
     )
     # The cache holds zeros for a token whose keys were not finite, so that no later chunk would notice.
     computed = (jnp.isfinite(out.hidden).all(-1) | ~real).all(1)
-    finite = computed & (_has_law(logits, processed)[:, 0] | (kept == 0))
+    finite = computed & (_has_distribution(logits, processed)[:, 0] | (kept == 0))
     kept = jnp.where(finite, kept, 0)
     record = Record(
         tokens=first[:, None],
@@ -326,8 +326,8 @@ def _verify(
     tokens = jnp.where(steps < accepted[:, None], jnp.roll(on_path, -1, axis=1), verdict.next_token[:, None])
     kept, ended = _keep(state, tokens, accepted + 1)
     # Only nodes that yield a kept token count: a refused draft may be one that the target cannot compute. The
-    # tokens before a node that has no law are the text's last.
-    sound = jnp.take_along_axis(_has_law(logits, processed), path, axis=1)
+    # tokens before a node that has no distribution are the text's last.
+    sound = jnp.take_along_axis(_has_distribution(logits, processed), path, axis=1)
     computed = jnp.cumprod(sound, axis=1).sum(1)
     finite = computed >= kept
     kept = jnp.minimum(kept, computed)

@@ -1,7 +1,8 @@
-"""Verification: which path of a draft tree to keep and what follows it, so that the law stays the target's.
+"""Verification: which path of a draft tree to keep and what follows it, so that the distribution stays the
+target's.
 
-Notation: p is the target's law after the sampling transform, q the law that a draft token was drawn from. A
-node's children are tried in the order of their numbers.
+Notation: p is the target's distribution after the sampling transform, q the distribution that a draft token
+was drawn from. A node's children are tried in the order of their numbers.
 
 One-hot q (a proposal that is a function of the prefix): child x is accepted with probability p(x) / (1 -
 p(tried)); what is left when all are refused is p without them. Each token's probability of coming out is
@@ -64,25 +65,25 @@ def verify(
         path, accepted = _walk(draft, matches)
         return Verdict(path, accepted, _at(best, path[:, -1]))
 
-    laws = cut(processed, rows)
+    cuts = cut(processed, rows)
     luck = uniforms(fold(keys, Purpose.ACCEPT), draft.tokens.shape[1])
     scale = jnp.ones_like(rows.temperature)
     rest = None
     if method == "block":
-        passed, scale = _block(processed, draft, laws, luck)
+        passed, scale = _block(processed, draft, cuts, luck)
     elif draft.proposal.q is None:
-        passed = _one_hot(processed, draft, laws, luck)
+        passed = _one_hot(processed, draft, cuts, luck)
     elif draft.chain:
         q = _child_q(draft)
-        passed = (q > 0) & (luck * q < _child_p(processed, draft, laws))
+        passed = (q > 0) & (luck * q < _child_p(processed, draft, cuts))
     else:
-        passed, rest = _siblings(processed, draft, laws, luck)
+        passed, rest = _siblings(processed, draft, cuts, luck)
 
     sampled = rows.temperature > 0
     path, accepted = _walk(draft, jnp.where(sampled[:, None], passed, matches))
     last = path[:, -1]
     tried = _children(draft, last)
-    p = prob(_at(processed, last), _at_node(laws, last))
+    p = prob(_at(processed, last), _at_node(cuts, last))
     if draft.proposal.q is None:
         row = jnp.arange(p.shape[0])[:, None]
         left = p.at[row, jnp.where(tried, draft.tokens, p.shape[1])].set(0.0, mode="drop")
@@ -131,16 +132,16 @@ def _walk(draft: Draft, passed: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.stack(path, axis=1), accepted
 
 
-def _at_node(laws: Cut, node: jax.Array) -> Cut:
-    """The law at ``node`` [B], to broadcast against its logits [B, V]."""
-    return jax.tree.map(lambda x: _at(x, node)[:, None], laws)
+def _at_node(cuts: Cut, node: jax.Array) -> Cut:
+    """The distribution at ``node`` [B], to broadcast against its logits [B, V]."""
+    return jax.tree.map(lambda x: _at(x, node)[:, None], cuts)
 
 
-def _child_p(processed: jax.Array, draft: Draft, laws: Cut) -> jax.Array:
+def _child_p(processed: jax.Array, draft: Draft, cuts: Cut) -> jax.Array:
     """p of every node's token at its parent [B, N] (the root's entry means nothing)."""
     row = jnp.arange(draft.tokens.shape[0])[:, None]
     logits = processed[row, draft.parent, draft.tokens]
-    above = jax.tree.map(lambda x: jnp.take_along_axis(x, draft.parent, axis=1), laws)
+    above = jax.tree.map(lambda x: jnp.take_along_axis(x, draft.parent, axis=1), cuts)
     return prob(logits, above)
 
 
@@ -174,9 +175,9 @@ def _child_q(draft: Draft) -> jax.Array:
     return jnp.where(known, draft.proposal.q[jnp.arange(slot.shape[0])[:, None], draft.parent, slot], 0.0)
 
 
-def _one_hot(processed: jax.Array, draft: Draft, laws: Cut, luck: jax.Array) -> jax.Array:
+def _one_hot(processed: jax.Array, draft: Draft, cuts: Cut, luck: jax.Array) -> jax.Array:
     """Which nodes [B, N] pass once their earlier siblings have been refused; q is one-hot at each."""
-    p = _child_p(processed, draft, laws)
+    p = _child_p(processed, draft, cuts)
     number = jnp.arange(draft.tokens.shape[1])
     child = draft.valid & (number > 0)
     before = (draft.parent[:, :, None] == draft.parent[:, None, :]) & child[:, None, :]
@@ -191,7 +192,8 @@ def _one_hot(processed: jax.Array, draft: Draft, laws: Cut, luck: jax.Array) -> 
 @pytree.dataclass
 class _Trial:
     """Where recursive rejection stands: the ``node`` [B] reached, the residual ``left`` [B, Vd] on the
-    draft's vocabulary, its mass ``outside`` [B] it, and the next child's law ``q`` [B, Vd], unnormalised."""
+    draft's vocabulary, its mass ``outside`` [B] it, and the next child's distribution ``q`` [B, Vd],
+    unnormalised."""
 
     node: jax.Array
     left: jax.Array
@@ -211,11 +213,11 @@ def _refuse(trial: _Trial, token: jax.Array, luck: jax.Array, replacement: bool)
     passed = (q_token > 0) & (luck * q_token < trial.left.at[row, token].get(mode="fill", fill_value=0.0))
     rest = jnp.maximum(trial.left - q, 0.0)
     left = jnp.where((mass(rest) + trial.outside > 0)[:, None], rest, trial.left)
-    law = trial.q if replacement else trial.q.at[row, token].set(0.0, mode="drop")
-    return passed, dataclasses.replace(trial, left=left, q=law)
+    later = trial.q if replacement else trial.q.at[row, token].set(0.0, mode="drop")
+    return passed, dataclasses.replace(trial, left=left, q=later)
 
 
-def _siblings(processed: jax.Array, draft: Draft, laws: Cut, luck: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _siblings(processed: jax.Array, draft: Draft, cuts: Cut, luck: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Recursive rejection over a tree drawn from q: nodes that passed [B, N], and the residual [B, Vd] over
     the draft's vocabulary at the last one, on the scale on which p outside that vocabulary is untouched.
 
@@ -228,7 +230,7 @@ def _siblings(processed: jax.Array, draft: Draft, laws: Cut, luck: jax.Array) ->
     slot = jnp.where(known, slot, q.shape[2])
 
     def arrive(node: jax.Array) -> _Trial:
-        inside = prob(_pick(_at(processed, node), draft.proposal), _at_node(laws, node))
+        inside = prob(_pick(_at(processed, node), draft.proposal), _at_node(cuts, node))
         return _Trial(node, inside, _outside(inside, processed), _at(q, node))
 
     def attempt(trial: _Trial, i: jax.Array, here: jax.Array) -> tuple[_Trial, jax.Array]:
@@ -257,13 +259,13 @@ def _outside(inside: jax.Array, processed: jax.Array) -> jax.Array:
     return jnp.maximum(mass_outside, 0.0) if inside.shape[-1] < processed.shape[-1] else 0.0 * mass_outside
 
 
-def _block(processed: jax.Array, draft: Draft, laws: Cut, luck: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _block(processed: jax.Array, draft: Draft, cuts: Cut, luck: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Joint verification of a chain: nodes that passed [B, N], and the factor [B] on p in the residual.
 
     ``joint[i]`` is p_i of the paper, the capped likelihood ratio of the first i drafts; the longest prefix
     whose own test passes is kept.
     """
-    p = _child_p(processed, draft, laws)
+    p = _child_p(processed, draft, cuts)
     proposal = draft.proposal
     if proposal.q is None:
         ratio = p
@@ -282,7 +284,7 @@ def _block(processed: jax.Array, draft: Draft, laws: Cut, luck: jax.Array) -> tu
         # max(joint * p - q, 0) with q one-hot at the next draft.
         surplus = joint * (1.0 - jnp.roll(p, -1, axis=1))
     else:
-        inside = prob(_pick(processed, proposal), jax.tree.map(lambda x: x[..., None], laws))
+        inside = prob(_pick(processed, proposal), jax.tree.map(lambda x: x[..., None], cuts))
         surplus = mass(jnp.maximum(joint[..., None] * inside - proposal.q, 0.0))
         surplus = surplus + joint * _outside(inside, processed)
     whole = surplus + 1.0 - joint

@@ -7,8 +7,8 @@ on the device, for the whole batch.
 **What may choose.** Let x be drawn from q(. | prefix) and let J be the event that it is judged. If J is a
 function of the prefix and of draws that do not depend on x, then x given J is still distributed as q, so
 verification emits p; without J the next token is drawn from p itself. If J looks at x, x given J is
-distributed as q 1[x in J] / q(J), and the rule, which subtracts q, emits another law: judging only likely
-tokens emits them too often.
+distributed as q 1[x in J] / q(J), and the rule, which subtracts q, emits another distribution: judging only
+likely tokens emits them too often.
 
 So nodes are ranked by ``Draft.cut_score``, the probability of the prefix *above* a drawn token. No score
 exceeds its parent's and ties go to the lower number, so that a token's descendants never decide about it.

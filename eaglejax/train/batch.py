@@ -1,10 +1,10 @@
 """A packed training batch, and the alignment of its rows, stated once.
 
-Tokens x_0 .. of a document; the target's features g_t and law y_t (of x_{t+1}) at t; l_t says that x_t is an
-answer token. A chain of drafts starts at row t from the true feature g_t. Its step k (k = 0 .. K-1) reads the
-token x_{t+1+k} and the feature g_t (k = 0) or its own last state, and predicts y_{t+1+k}, the law of
-x_{t+2+k}. Its rotary position is t + k, that of the inference side (``drafts.eagle``). The first draft of an
-answer that starts at T is row T - 1.
+Tokens x_0 .. of a document; the target's features g_t and distribution y_t (of x_{t+1}) at t; l_t says that
+x_t is an answer token. A chain of drafts starts at row t from the true feature g_t. Its step k (k = 0 ..
+K-1) reads the token x_{t+1+k} and the feature g_t (k = 0) or its own last state, and predicts y_{t+1+k}, the
+distribution of x_{t+2+k}. Its rotary position is t + k, that of the inference side (``drafts.eagle``). The
+first draft of an answer that starts at T is row T - 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How far a draft's law is from the target's, per position.
+"""How far a draft's distribution is from the target's, per position.
 
-The draft knows Vd of the target's V tokens. The *teacher* is the target's law renormalised on those Vd
-tokens; what the rest of the vocabulary holds enters only through ``inside``, the mass that the draft can
+The draft knows Vd of the target's V tokens. The *teacher* is the target's distribution renormalised on those
+Vd tokens; what the rest of the vocabulary holds enters only through ``inside``, the mass that the draft can
 reach at all.
 """
 

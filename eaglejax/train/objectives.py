@@ -24,7 +24,7 @@ class Objective:
     """Which loss.
 
     ``steps``: K, chain steps unrolled (1 for EAGLE-1). ``step_decay``: step k weighs ``step_decay ** k``
-    unless ``step_weights`` names the weights. ``loss``: distance between the laws. ``kl_scale``,
+    unless ``step_weights`` names the weights. ``loss``: distance between the distributions. ``kl_scale``,
     ``kl_decay``: of "lk_lambda". ``alignment``: see ``batch.row_mask``. ``normaliser``: "tokens" divides each
     step's sum by the number of its trained rows in the whole update; "positions" divides by all B * T
     positions, padding and prompts included (SpecForge). ``out_of_vocabulary``: what happens to rows whose

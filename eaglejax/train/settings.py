@@ -40,8 +40,8 @@ class DataSettings:
     weights allow without repeating one; ``mix`` False: all of all files). ``decontaminate``: evaluation files
     whose text must not occur. ``validation``: share of the samples held out. ``row_tokens`` T: length of a
     packed row; longer samples are cut into windows that share ``overlap`` tokens. ``seed``: of mixing and
-    shuffling. ``supervise``: "all" trains on the tokens of prompts too, where the target's law is as good a
-    teacher; what is held out is always judged on answers."""
+    shuffling. ``supervise``: "all" trains on the tokens of prompts too, where the target's distribution is
+    as good a teacher; what is held out is always judged on answers."""
 
     train: tuple[SourceFile, ...] = ()
     mix: bool = False

@@ -14,8 +14,8 @@ compute the same; an activation with such channels leaves the others few of its 
     none     the target as it is
 
 The factor is a power of two, so that nothing is rounded, and the float logits must be the same numbers; those
-of ``stream``, where weights are multiplied by a matrix, must have the same law up to ``CLOSE``. Variants and
-figures are those of ``experiments.quantization.acceptance``.
+of ``stream``, where weights are multiplied by a matrix, must have the same distribution up to ``CLOSE``.
+Variants and figures are those of ``experiments.quantization.acceptance``.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def in_basis(target: Target, turned: Basis | None) -> Target:
 
 def check_same(bench: Bench, changed: Target, *, exact: bool) -> None:
     """Whether ``changed`` is the function that the target is: raises EaglejaxError where a float logit of the
-    texts differs (``exact``), or where the laws diverge by more than ``CLOSE``."""
+    texts differs (``exact``), or where the distributions diverge by more than ``CLOSE``."""
     if changed is bench.target:
         return
     own = perplexity.score(changed, bench.texts, bench.settings.width)[1]
@@ -222,7 +222,9 @@ def check_same(bench: Bench, changed: Target, *, exact: bool) -> None:
         )
     divergence = float(np.mean(np.sum(np.exp(bench.base) * (bench.base - own), axis=-1)))
     if divergence > CLOSE:
-        raise EaglejaxError(f"turning the stream moved the target's law by {divergence:.3g} nats a token")
+        raise EaglejaxError(
+            f"turning the stream moved the target's distribution by {divergence:.3g} nats a token"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

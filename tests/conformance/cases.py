@@ -28,7 +28,7 @@ from loop_tools import (
     small_config,
     tiny_config,
 )
-from scripted import Predicted, Scripted, ScriptedLaw
+from scripted import FromTables, Predicted, Scripted
 
 from eaglejax import pytree
 from eaglejax.drafts.autoregressive import Autoregressive
@@ -130,7 +130,7 @@ def scripts(proposer: Scripted, layers: Layers, small: bool, texts: Rows, turn: 
     return proposer.script(texts, rows, ("last", "alternate", "first")[turn % 3])
 
 
-def drawn(proposer: ScriptedLaw, layers: Layers, small: bool, texts: Rows, turn: int) -> jax.Array:
+def drawn(proposer: FromTables, layers: Layers, small: bool, texts: Rows, turn: int) -> jax.Array:
     """Tables of three positions; in the small one a token is certain to be refused in places."""
     del texts
     target = layers.small_target() if small else layers.target()
@@ -250,14 +250,14 @@ def tree_of(tree: StaticTree) -> dict[str, Any]:
     }
 
 
-def law(tree: StaticTree, **options: Any) -> dict[str, Any]:
+def from_tables(tree: StaticTree, **options: Any) -> dict[str, Any]:
     """Drafts drawn from known tables."""
-    return {"build": lambda target: ScriptedLaw(tree, **options), "weights": drawn}
+    return {"build": lambda target: FromTables(tree, **options), "weights": drawn}
 
 
 ALL = frozenset({"all"})
 LAW = frozenset({"law"})
-"""Its law is that of other cases, or of little interest."""
+"""Its distribution is that of other cases, or of little interest."""
 ROWS = frozenset({"rows", "state"})
 """What it does beside sampled rows is what another case of fixed guesses does."""
 
@@ -275,10 +275,10 @@ PROPOSERS = [
     Case("eagle3_tree", **eagle(3, TREE, 1, sample=True)),
     Case("eagle3_dynamic", **eagle(3, DynamicTree(3, 3, 8), 1)),
     Case("narrow_eagle", **eagle(3, chain(2), cache_dtype="int8"), slow=ALL),
-    Case("drawn_tree", **law(TREE), slow=ALL),
-    Case("drawn_again", **law(TREE, replacement=True), slow=ALL),
-    Case("drawn_few", **law(TREE, ids=(0, 2, 3)), slow=ALL),
-    Case("drawn_chain", **law(chain(2)), slow=ALL),
+    Case("drawn_tree", **from_tables(TREE), slow=ALL),
+    Case("drawn_again", **from_tables(TREE, replacement=True), slow=ALL),
+    Case("drawn_few", **from_tables(TREE, ids=(0, 2, 3)), slow=ALL),
+    Case("drawn_chain", **from_tables(chain(2)), slow=ALL),
     Case("chain_1", **tree_of(chain(1)), slow=ALL),
     Case("chain_3", **tree_of(CHAIN_3), slow=ALL),
     Case("chain_5", **tree_of(chain(5)), slow=ALL),

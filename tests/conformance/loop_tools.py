@@ -47,7 +47,7 @@ NO_EOS = (1000, 1001)
 
 SMALL_VOCAB = 5
 SMALL_PROMPT = (1, 4, 1, 4, 2, 1)
-"""Of the small targets, whose laws are counted."""
+"""Of the small targets, whose answers are counted."""
 
 
 WORDS = (
@@ -103,7 +103,7 @@ def small_config(**changes: Any) -> ModelConfig:
 
 
 def lively(config: ModelConfig, seed: int, scale: float = 25.0) -> Any:
-    """Random weights large enough that the law is far from uniform."""
+    """Random weights large enough that the distribution is far from uniform."""
     params = decoder.init_params(config, jax.random.key(seed))
     return jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, params)
 
@@ -112,9 +112,9 @@ def lively(config: ModelConfig, seed: int, scale: float = 25.0) -> Any:
 class Layers:
     """A kind of target by what its layers keep of a token; hashable.
 
-    ``tiny``, ``small``: configurations for texts and for laws. ``cache``: format of the keys and values.
-    ``exact``: whether the cache holds what was computed, to float32's rounding; else numbers differ by a
-    little where rounding decides.
+    ``tiny``, ``small``: configurations for texts and for distributions. ``cache``: format of the keys and
+    values. ``exact``: whether the cache holds what was computed, to float32's rounding; else numbers differ
+    by a little where rounding decides.
     """
 
     name: str = "float32"
@@ -131,7 +131,7 @@ class Layers:
         return _target(self, False)
 
     def small_target(self) -> Target:
-        """For laws: what ``SMALL_PROMPT`` belongs to."""
+        """For distributions: what ``SMALL_PROMPT`` belongs to."""
         return _target(self, True)
 
 

@@ -1,9 +1,10 @@
-"""Proposers that do as they are told: simulated acceptance, and known draft laws for tests of losslessness.
+"""Proposers that do as they are told: simulated acceptance, and known draft distributions for tests of
+losslessness.
 
 :class:`Scripted` is given the text that greedy decoding will produce and how much of it to guess right in
 each round, which makes any acceptance behaviour repeatable (and lets one measure what a draft of a given
-quality would be worth). :class:`ScriptedLaw` draws from fixed tables, so that the law of what it proposes is
-known exactly.
+quality would be worth). :class:`FromTables` draws from fixed tables, so that what it proposes is distributed
+in a way that is known exactly.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def _paths(tree: StaticTree) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScriptedLaw(OnTree):
+class FromTables(OnTree):
     """Draws the children of a node from a table that depends on the node's position alone.
 
     ``params``: logits [T, Vd] f32; the children of a node at position t are drawn from ``softmax(params[t %
@@ -170,7 +171,7 @@ class ScriptedLaw(OnTree):
 
     def __post_init__(self) -> None:
         if self.ids is not None and any(a >= b for a, b in zip(self.ids, self.ids[1:], strict=False)):
-            raise ConfigError("ScriptedLaw: ids must be strictly increasing")
+            raise ConfigError("FromTables: ids must be strictly increasing")
 
     def init(self, params: jax.Array, *, batch: int, capacity: int, inputs: Any = ()) -> tuple[()]:
         """No state."""

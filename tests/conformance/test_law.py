@@ -1,5 +1,5 @@
-"""Law 2, end to end: three tokens decoded by real rounds have the joint law that enumeration gives. Every
-proposer, every kind of target; temperature, filters, penalties, and an end of text among the three."""
+"""Law 2, end to end: three tokens decoded by real rounds have the joint distribution that enumeration gives.
+Every proposer, every kind of target; temperature, filters, penalties, and an end of text among the three."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check(case: Case, method: str, names: Iterable[str]) -> None:
         answers, accepted = (np.concatenate(x) for x in zip(*parts, strict=True))
         counts = np.bincount(np.ravel_multi_index(answers.T, (V,) * TOKENS), minlength=V**TOKENS)
         counts, joint = counts.reshape((V,) * TOKENS), exact_joint(case.layers, name)
-        # The joint law, then those of two tokens and of the last, which are sharper.
+        # The joint distribution, then those of two tokens and of the last, which are sharper.
         for axes in ((), (0,), (1,), (2,), (0, 1)):
             p = p_value(counts.sum(axes), joint.sum(axes))
             assert p > SIGNIFICANCE, f"{name}, summed over {axes}: p = {p}"

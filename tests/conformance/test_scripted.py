@@ -1,4 +1,5 @@
-"""The scripted proposers themselves: which nodes are right, which laws they draw from, what they refuse."""
+"""The scripted proposers themselves: which nodes are right, which distributions they draw from, what they
+refuse."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from cases import CASES
 from draft_tools import VOCAB, greedy_rows, propose
 from loop_tools import greedy_texts, one_round, prompts, split, start, tiny_target
-from scripted import Scripted, ScriptedLaw
+from scripted import FromTables, Scripted
 
 from eaglejax import sampling
 from eaglejax.drafts.tree import chain, from_choices
@@ -52,7 +53,7 @@ def test_scripted_refuses() -> None:
     with pytest.raises(MismatchError, match="1 rows"):
         proposer.init(None, batch=2, capacity=32, inputs=inputs)
     with pytest.raises(ConfigError, match="strictly increasing"):
-        ScriptedLaw(TREE, ids=(3, 1))
+        FromTables(TREE, ids=(3, 1))
 
 
 @pytest.mark.parametrize("replacement", [False, True])
@@ -62,7 +63,7 @@ def test_siblings_are_drawn_as_declared(replacement: bool) -> None:
     rows = sampling.rows([Sampling(temperature=1.0, seed=0)], VOCAB)
     keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), trials)
     rows = jax.tree.map(lambda x: jnp.repeat(x, trials, axis=0), rows).replace(keys=keys)
-    proposer = ScriptedLaw(from_choices([[0], [1]]), ids=(4, 7, 9), replacement=replacement)
+    proposer = FromTables(from_choices([[0], [1]]), ids=(4, 7, 9), replacement=replacement)
     root = jnp.zeros((trials,), jnp.int32)
     draft, _ = jax.jit(proposer.propose)(table, (), root, root, rows, keys)
     first, second = np.asarray(draft.tokens)[:, 1:].T
@@ -77,13 +78,13 @@ def test_siblings_are_drawn_as_declared(replacement: bool) -> None:
 
 def test_siblings_beyond_the_support_are_not_valid() -> None:
     table = jnp.asarray([[0.0, -jnp.inf, 1.0]])
-    proposer = ScriptedLaw(from_choices([[0], [1], [2], [2, 0]]))
+    proposer = FromTables(from_choices([[0], [1], [2], [2, 0]]))
     draft, _ = propose(proposer, table, (), jnp.asarray([5]), jnp.asarray([0]))
     assert np.asarray(draft.valid)[0].tolist() == [True, True, True, False, False]
     assert np.asarray(draft.tokens)[0, 1:3].tolist() == [2, 0]
     assert draft.proposal.q is None
     assert greedy_rows(1).sampled is False
-    assert ScriptedLaw(chain(2)).chain
+    assert FromTables(chain(2)).chain
 
 
 @pytest.mark.parametrize(

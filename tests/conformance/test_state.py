@@ -89,7 +89,7 @@ def longest(draft: Any, row: int, after: Sequence[int]) -> int:
 
 
 def check_draft(draft: Draft, case: Case) -> None:
-    """What the protocol asks of every tree, and of the law that it was drawn from."""
+    """What the protocol asks of every tree, and of the distribution that it was drawn from."""
     tokens, parent, depth, valid = (
         np.asarray(x) for x in (draft.tokens, draft.parent, draft.depth, draft.valid)
     )
@@ -115,7 +115,7 @@ def check_draft(draft: Draft, case: Case) -> None:
             if q is not None and SETTINGS[b].temperature > 0:
                 ids = np.arange(vocab) if proposal.ids is None else np.asarray(proposal.ids)
                 np.testing.assert_allclose(q[b, above].sum(), 1, atol=1e-5)
-                assert q[b, above][ids == tokens[b, i]] > 0, "a token that its law does not hold"
+                assert q[b, above][ids == tokens[b, i]] > 0, "a token of no probability"
 
 
 def recomputed(

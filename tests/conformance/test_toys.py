@@ -55,14 +55,14 @@ class Bigram(OnChain):
         rows: RowSampling,
         keys: jax.Array,
     ) -> tuple[Draft, tuple[()]]:
-        tokens, laws = [root], []
+        tokens, qs = [root], []
         for i in range(self.length):
-            law = sampling.law(params[tokens[-1]][:, None], rows)[:, 0]
-            drawn = sampling.draw(law, sampling.fold(keys, i)) if rows.sampled else law.argmax(-1)
-            laws.append(law)
+            probs = sampling.distribution(params[tokens[-1]][:, None], rows)[:, 0]
+            drawn = sampling.draw(probs, sampling.fold(keys, i)) if rows.sampled else probs.argmax(-1)
+            qs.append(probs)
             tokens.append(drawn.astype(jnp.int32))
         count = jnp.full_like(lengths, self.length)
-        q = jnp.stack([*laws, jnp.zeros_like(laws[0])], axis=1) if rows.sampled else None
+        q = jnp.stack([*qs, jnp.zeros_like(qs[0])], axis=1) if rows.sampled else None
         return chain_draft(root, jnp.stack(tokens[1:], axis=1), count, Proposal(q=q)), state
 
 

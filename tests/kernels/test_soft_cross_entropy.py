@@ -31,18 +31,18 @@ def implementation(request, monkeypatch):
 def make_problem(rows=6, size=37, seed=0):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(rows, size)) * 5
-    law = np.exp(rng.normal(size=(rows, size)) * 3)
-    # Shifted rows of a teacher are zeros at the end of a text: laws that do not sum to one.
-    law /= law.sum(-1, keepdims=True) * np.linspace(1, 2, rows)[:, None]
-    return logits, law, rng.random(rows)
+    teacher = np.exp(rng.normal(size=(rows, size)) * 3)
+    # Shifted rows of a teacher are zeros at the end of a text: distributions that do not sum to one.
+    teacher /= teacher.sum(-1, keepdims=True) * np.linspace(1, 2, rows)[:, None]
+    return logits, teacher, rng.random(rows)
 
 
-def expected(logits, law, inside):
+def expected(logits, teacher, inside):
     q = np.exp(logits - logits.max(-1, keepdims=True))
     q /= q.sum(-1, keepdims=True)
-    entropy = -(law * np.log(q)).sum(-1)
-    accept = np.minimum(law * inside[:, None], q).sum(-1)
-    return entropy, accept, logits.argmax(-1), q * law.sum(-1, keepdims=True) - law
+    entropy = -(teacher * np.log(q)).sum(-1)
+    accept = np.minimum(teacher * inside[:, None], q).sum(-1)
+    return entropy, accept, logits.argmax(-1), q * teacher.sum(-1, keepdims=True) - teacher
 
 
 def single(*arrays):
@@ -52,9 +52,9 @@ def single(*arrays):
 # Less than a register, whole registers, and a part of one behind them.
 @pytest.mark.parametrize("size", [5, 32, 37])
 def test_figures_and_gradient_are_those_of_plain_arithmetic(implementation, size):
-    logits, law, inside = make_problem(size=size)
-    entropy, accept, best, slope = expected(logits, law, inside)
-    arguments = tuple(single(logits, np.log(law), inside))
+    logits, teacher, inside = make_problem(size=size)
+    entropy, accept, best, slope = expected(logits, teacher, inside)
+    arguments = tuple(single(logits, np.log(teacher), inside))
     got = jax.jit(soft_cross_entropy)(*arguments)
     for ours, want in zip(got, (entropy, accept, best), strict=True):
         np.testing.assert_allclose(ours, want, rtol=2e-6, atol=2e-6)
@@ -68,9 +68,9 @@ def test_figures_and_gradient_are_those_of_plain_arithmetic(implementation, size
 
 
 def test_a_row_left_out_may_hold_anything(implementation):
-    logits, law, inside = make_problem()
+    logits, teacher, inside = make_problem()
     logits[2, 3] = np.nan
-    arguments = tuple(single(logits, np.log(law), inside))
+    arguments = tuple(single(logits, np.log(teacher), inside))
     kept = jnp.arange(len(logits)) != 2
 
     def loss(x):

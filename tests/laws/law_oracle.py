@@ -1,5 +1,5 @@
 """Verification and the sampling transform once more, in float64 NumPy and one row at a time, and the
-statistics that compare laws. Nothing here shares code with what it checks."""
+statistics that compare distributions. Nothing here shares code with what it checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 from scipy.stats import chi2
 
 SIGNIFICANCE = 1e-6
-"""Chance that a right law fails one chi-square test; a wrong one fails surely at the sample sizes used."""
+"""Chance that a right distribution fails one chi-square test; a wrong one fails surely at the sample sizes
+used."""
 
 
 def transform(logits: np.ndarray, temperature: float, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
@@ -31,8 +32,8 @@ def transform(logits: np.ndarray, temperature: float, top_k=0, top_p=1.0, min_p=
 
 
 def sibling_plan(p, q, tokens: Sequence[int], replacement: bool) -> tuple[list[float], np.ndarray]:
-    """Acceptance probability of each child in turn, given that the earlier ones were refused, and the law of
-    the next token once all are. ``q`` None: one-hot proposals."""
+    """Acceptance probability of each child in turn, given that the earlier ones were refused, and the
+    distribution of the next token once all are. ``q`` None: one-hot proposals."""
     left, chances = np.array(p, np.float64), []
     q = None if q is None else np.array(q, np.float64)
     for x in tokens:
@@ -50,18 +51,18 @@ def sibling_plan(p, q, tokens: Sequence[int], replacement: bool) -> tuple[list[f
 
 
 Outcome = tuple[tuple[int, ...], np.ndarray]
-"""Nodes kept after the root, and the law of the token that follows."""
+"""Nodes kept after the root, and the distribution of the token that follows."""
 
 
 def token_outcomes(p, q, tokens, parent, valid, replacement=False, node=0) -> Iterator[tuple[float, Outcome]]:
-    """Every outcome of token verification with its probability; ``p`` and ``q`` [N, V] are laws at the
-    nodes."""
+    """Every outcome of token verification with its probability; ``p`` and ``q`` [N, V] are distributions at
+    the nodes."""
     children = [i for i in range(1, len(parent)) if parent[i] == node and valid[i]]
     chances, rest = sibling_plan(p[node], None if q is None else q[node], tokens[children], replacement)
     reach = 1.0
     for child, chance in zip(children, chances, strict=True):
-        for weight, (nodes, law) in token_outcomes(p, q, tokens, parent, valid, replacement, child):
-            yield reach * chance * weight, ((child, *nodes), law)
+        for weight, (nodes, probs) in token_outcomes(p, q, tokens, parent, valid, replacement, child):
+            yield reach * chance * weight, ((child, *nodes), probs)
         reach *= 1.0 - chance
     yield reach, ((), rest)
 
@@ -81,51 +82,51 @@ def token_decision(p, q, tokens, parent, valid, luck, replacement=False) -> Outc
 
 def block_plan(p, q, tokens) -> tuple[list[float], list[np.ndarray]]:
     """Sun et al., Algorithm 2, on a chain whose root is ``tokens[0]``: the chance of each prefix (by
-    length) and the law that follows it."""
+    length) and the distribution that follows it."""
     hot = np.eye(p.shape[1])
-    joint, chances, laws = 1.0, [1.0], []
+    joint, chances, following = 1.0, [1.0], []
     length = len(tokens) - 1
     for i in range(length + 1):
         if i:
-            law = hot[tokens[i]] if q is None else q[i - 1]
-            joint = min(joint * p[i - 1][tokens[i]] / law[tokens[i]], 1.0) if law[tokens[i]] > 0 else 0.0
+            probs = hot[tokens[i]] if q is None else q[i - 1]
+            joint = min(joint * p[i - 1][tokens[i]] / probs[tokens[i]], 1.0) if probs[tokens[i]] > 0 else 0.0
         if i == length:
-            laws.append(p[i])
+            following.append(p[i])
             surplus = None
         else:
             rest = np.maximum(joint * p[i] - (hot[tokens[i + 1]] if q is None else q[i]), 0.0)
             surplus = rest.sum()
-            laws.append(rest / surplus if surplus > 1e-12 else p[i])
+            following.append(rest / surplus if surplus > 1e-12 else p[i])
         if i:
             if surplus is None:
                 chances.append(joint)
             else:
                 whole = surplus + 1.0 - joint
                 chances.append(surplus / whole if whole > 1e-12 else 1.0)
-    return chances, laws
+    return chances, following
 
 
 def block_outcomes(p, q, tokens) -> Iterator[tuple[float, Outcome]]:
     """Every outcome of block verification with its probability: the longest prefix that passes is kept."""
-    chances, laws = block_plan(p, q, tokens)
+    chances, following = block_plan(p, q, tokens)
     longer_failed = 1.0
     for length in range(len(tokens) - 1, -1, -1):
-        yield longer_failed * chances[length], (tuple(range(1, length + 1)), laws[length])
+        yield longer_failed * chances[length], (tuple(range(1, length + 1)), following[length])
         longer_failed *= 1.0 - chances[length]
 
 
 def block_decision(p, q, tokens, luck) -> Outcome:
     """What block verification decides when node i draws the uniform ``luck[i]``."""
-    chances, laws = block_plan(p, q, tokens)
+    chances, following = block_plan(p, q, tokens)
     length = max(i for i in range(len(tokens)) if i == 0 or luck[i] < chances[i])
-    return tuple(range(1, length + 1)), laws[length]
+    return tuple(range(1, length + 1)), following[length]
 
 
 Target = Callable[[tuple[int, ...]], np.ndarray]
 
 
-def draft_law(draft_q: Target | None, parent, vocab: int, replacement: bool, fixed: np.ndarray):
-    """Every drafted tree (tokens [N], tokens[0] unused) with its probability. ``draft_q``: law of a
+def draft_distribution(draft_q: Target | None, parent, vocab: int, replacement: bool, fixed: np.ndarray):
+    """Every drafted tree (tokens [N], tokens[0] unused) with its probability. ``draft_q``: distribution of a
     node's children given the path to it; None: the tree ``fixed`` is certain."""
     if draft_q is None:
         yield 1.0, fixed
@@ -133,12 +134,12 @@ def draft_law(draft_q: Target | None, parent, vocab: int, replacement: bool, fix
     for guess in itertools.product(range(vocab), repeat=len(parent) - 1):
         tokens, chance = np.array([0, *guess]), 1.0
         for i in range(1, len(parent)):
-            law = np.array(draft_q(path_tokens(tokens, parent, parent[i])))
+            probs = np.array(draft_q(path_tokens(tokens, parent, parent[i])))
             for earlier in range(1, i):
                 if not replacement and parent[earlier] == parent[i]:
-                    law[tokens[earlier]] = 0.0
+                    probs[tokens[earlier]] = 0.0
             # Once q has no token left, the sampler still fills the node: 0 stands for what it puts there.
-            chance *= law[tokens[i]] / law.sum() if law.sum() > 0 else float(tokens[i] == 0)
+            chance *= probs[tokens[i]] / probs.sum() if probs.sum() > 0 else float(tokens[i] == 0)
         if chance > 0:
             yield chance, tokens
 
@@ -152,11 +153,11 @@ def path_tokens(tokens, parent, node: int) -> tuple[int, ...]:
     return tuple(path)
 
 
-def emitted_law(
+def emitted_distribution(
     target: Target, draft_q, parent, vocab, length, *, rule="token", replacement=False, fixed=None
 ):
-    """Law of the first ``length`` tokens: one verified round, continued by the target alone. [V] * length
-    array."""
+    """Distribution of the first ``length`` tokens: one verified round, continued by the target alone. [V] *
+    length array."""
     out: dict[tuple[int, ...], float] = defaultdict(float)
 
     def extend(prefix: tuple[int, ...], weight: float) -> None:
@@ -169,7 +170,7 @@ def emitted_law(
             extend((*prefix, token), weight * chance)
 
     everyone = np.ones(len(parent), bool)
-    for chance, tokens in draft_law(draft_q, parent, vocab, replacement, fixed):
+    for chance, tokens in draft_distribution(draft_q, parent, vocab, replacement, fixed):
         paths = [path_tokens(tokens, parent, i) for i in range(len(parent))]
         p = np.array([target(path) for path in paths])
         q = None if draft_q is None else np.array([draft_q(path) for path in paths])
@@ -177,9 +178,9 @@ def emitted_law(
             outcomes = block_outcomes(p, q, tokens)
         else:
             outcomes = token_outcomes(p, q, tokens, parent, everyone, replacement)
-        for weight, (nodes, law) in outcomes:
+        for weight, (nodes, probs) in outcomes:
             kept = tuple(int(tokens[i]) for i in nodes)
-            for token, last in enumerate(law):
+            for token, last in enumerate(probs):
                 extend((*kept, token), chance * weight * last)
     result = np.zeros((vocab,) * length)
     for tokens, weight in out.items():
@@ -187,21 +188,21 @@ def emitted_law(
     return result
 
 
-def joint_law(target: Target, vocab: int, length: int) -> np.ndarray:
-    """Law of ``length`` tokens of the target alone."""
+def joint_distribution(target: Target, vocab: int, length: int) -> np.ndarray:
+    """Distribution of ``length`` tokens of the target alone."""
     result = np.zeros((vocab,) * length)
     for tokens in itertools.product(range(vocab), repeat=length):
         result[tokens] = np.prod([target(tokens[:i])[tokens[i]] for i in range(length)])
     return result
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Pearson's chi-square test of ``counts`` against ``law`` (same shape). Cells that expect fewer than
-    5 are merged; a count where the law is zero is impossible, so its p-value is 0."""
-    counts, law = counts.reshape(-1).astype(np.float64), law.reshape(-1) / law.sum()
-    if counts[law <= 1e-12].any():
+def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
+    """Pearson's chi-square test of ``counts`` against ``probs`` (same shape). Cells that expect fewer than
+    5 are merged; a count where nothing is expected is impossible: its p-value is 0."""
+    counts, probs = counts.reshape(-1).astype(np.float64), probs.reshape(-1) / probs.sum()
+    if counts[probs <= 1e-12].any():
         return 0.0
-    expected = law * counts.sum()
+    expected = probs * counts.sum()
     big = expected >= 5
     observed, expected = ([*x[big], x[~big].sum()] for x in (counts, expected))
     if expected[-1] == 0:

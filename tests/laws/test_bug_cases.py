@@ -24,7 +24,7 @@ def first_token(verdict, draft) -> np.ndarray:
     return np.asarray(jnp.where(verdict.accepted > 0, kept, verdict.next_token))
 
 
-def same_law(probs, nodes, rows):
+def at_every_node(probs, nodes, rows):
     return jnp.broadcast_to(logits_of(probs), (rows.keys.shape[0], nodes, len(probs)))
 
 
@@ -33,7 +33,7 @@ def test_a01_argmax_drafts_are_one_hot():
     rows = tile([Sampling(temperature=1.0)], TRIALS, 3, seed=0)
     for token in (0, 2):
         draft = tree(np.full((TRIALS, 2), token), (0, 0))
-        verdict = step(same_law(p, 2, rows), draft, rows, rows.keys)
+        verdict = step(at_every_node(p, 2, rows), draft, rows, rows.keys)
         assert p_value(np.bincount(first_token(verdict, draft), minlength=3), p) > SIGNIFICANCE
 
 
@@ -48,7 +48,7 @@ def test_a02_an_empty_residual_is_finite(monkeypatch, luck, p, shape):
     q = jnp.broadcast_to(jnp.asarray(p, jnp.float32), (64, 3, 3))
     draft = tree(np.zeros((64, 3)), parent, q=q)
     method = "block" if shape == "block" else "token"
-    verdict = verify(same_law(p, 3, rows), draft, rows, rows.keys, method=method)
+    verdict = verify(at_every_node(p, 3, rows), draft, rows, rows.keys, method=method)
     assert (np.asarray(p)[np.asarray(verdict.next_token)] > 0).all()
     if luck < 1:
         assert (verdict.accepted == max(draft.max_depth, 1)).all()
@@ -58,7 +58,7 @@ def test_a03_temperature_reaches_the_output():
     rows = sampling.rows([Sampling(temperature=1.0, seed=s) for s in range(300)], 3)
     draft = tree(np.ones((300, 2)), (0, 0))
     verdict = step(
-        same_law([0.4, 0.3, 0.3], 2, rows), draft, rows, sampling.round_keys(rows, jnp.full(300, 9))
+        at_every_node([0.4, 0.3, 0.3], 2, rows), draft, rows, sampling.round_keys(rows, jnp.full(300, 9))
     )
     assert set(first_token(verdict, draft)) == {0, 1, 2}
 
@@ -85,7 +85,7 @@ def test_a07_filters_hold_at_every_position():
     rows = sampling.rows([Sampling(temperature=1.0, top_p=0.5, seed=s) for s in range(64)], 3)
     for token in (0, 1):
         draft = tree(np.full((64, 3), token), (0, 0, 1))
-        verdict = step(same_law([0.6, 0.3, 0.1], 3, rows), draft, rows, rows.keys)
+        verdict = step(at_every_node([0.6, 0.3, 0.1], 3, rows), draft, rows, rows.keys)
         assert (verdict.next_token == 0).all()
         assert (verdict.accepted == (2 if token == 0 else 0)).all()
     logits = jax.random.normal(jax.random.key(0), (2, 4, 9))
@@ -101,7 +101,7 @@ def test_a09_deterministic_siblings_keep_the_law():
     p = np.array([0.51, 0.49])
     rows = tile([Sampling(temperature=1.0)], TRIALS, 2, seed=4)
     draft = tree(np.broadcast_to([0, 0, 1], (TRIALS, 3)), (0, 0, 0))
-    verdict = step(same_law(p, 3, rows), draft, rows, rows.keys)
+    verdict = step(at_every_node(p, 3, rows), draft, rows, rows.keys)
     assert p_value(np.bincount(first_token(verdict, draft), minlength=2), p) > SIGNIFICANCE
 
 
@@ -142,7 +142,7 @@ def test_a11_banned_tokens_in_a_mixed_batch():
     logits, draft = random_batch(len(settings))
     rows = sampling.rows(settings, 12)
     processed = sampling.process(logits, rows)
-    assert not np.isnan(sampling.law(processed, rows)).any()
+    assert not np.isnan(sampling.distribution(processed, rows)).any()
     verdict = step(processed, draft, rows, rows.keys)
     tokens = np.asarray(verdict.next_token)[1:]
     assert (tokens % 2 == 1).all()
@@ -174,7 +174,7 @@ def test_a17_ties_go_to_the_lowest_id(vocab):
     logits[..., [2, 4, vocab - 1]] = 3.0
     rows = sampling.rows([Sampling()], vocab)
     assert np.asarray(sampling.greedy(jnp.asarray(logits))).tolist() == [[2, 2]]
-    assert np.asarray(sampling.law(jnp.asarray(logits), rows)).argmax(-1).tolist() == [[2, 2]]
+    assert np.asarray(sampling.distribution(jnp.asarray(logits), rows)).argmax(-1).tolist() == [[2, 2]]
     for token, accepted in ((2, 1), (4, 0), (vocab - 1, 0)):
         verdict = step(jnp.asarray(logits), tree([[0, token]], (0, 0)), rows, rows.keys)
         assert int(verdict.accepted[0]) == accepted
@@ -185,7 +185,7 @@ def test_a22_a_refused_eos_leaves_no_trace():
     eos = 3
     rows = sampling.rows([Sampling(), Sampling(temperature=1.0, top_p=0.5, seed=1)], 4)
     draft = tree(np.full((2, 3), eos), (0, 0, 1))
-    verdict = step(same_law([0.1, 0.6, 0.2, 0.1], 3, rows), draft, rows, rows.keys)
+    verdict = step(at_every_node([0.1, 0.6, 0.2, 0.1], 3, rows), draft, rows, rows.keys)
     assert np.asarray(verdict.accepted).tolist() == [0, 0]
     assert np.asarray(verdict.next_token).tolist() == [1, 1]
 
@@ -224,7 +224,7 @@ def test_drafts_of_probability_zero_never_pass(monkeypatch):
         (tree(np.zeros((32, 3)), (0, 0, 1), q=q), "block"),
         (tree(np.zeros((32, 3)), (0, 0, 1)), "block"),
     ):
-        verdict = verify(same_law(p, 3, rows), draft, rows, rows.keys, method=method)
+        verdict = verify(at_every_node(p, 3, rows), draft, rows, rows.keys, method=method)
         assert not verdict.accepted.any()
         assert (verdict.next_token > 0).all()
 
@@ -242,7 +242,7 @@ def test_drafts_of_almost_no_chance_do_not_pass_on_a_draw_of_zero(monkeypatch):
         (tree(np.zeros((4, 3)), (0, 0, 1), q=q), "block"),
         (tree(np.zeros((4, 3)), (0, 0, 1)), "block"),
     ):
-        verdict = verify(same_law([1e-31, 0.7, 0.3], 3, rows), draft, rows, rows.keys, method=method)
+        verdict = verify(at_every_node([1e-31, 0.7, 0.3], 3, rows), draft, rows, rows.keys, method=method)
         assert not verdict.accepted.any()
         assert (verdict.next_token > 0).all()
 
@@ -264,7 +264,7 @@ def test_greedy_rows_walk_greedily_under_any_proposal():
 def test_root_alone_is_plain_decoding():
     rows = tile([Sampling(temperature=1.0), Sampling()], TRIALS // 2, 3, seed=2)
     draft = tree(np.zeros((TRIALS, 1)), (0,))
-    verdict = step(same_law([0.2, 0.5, 0.3], 1, rows), draft, rows, rows.keys)
+    verdict = step(at_every_node([0.2, 0.5, 0.3], 1, rows), draft, rows, rows.keys)
     assert verdict.path.shape == (TRIALS, 1)
     counts = np.bincount(np.asarray(verdict.next_token)[: TRIALS // 2], minlength=3)
     assert p_value(counts, np.array([0.2, 0.5, 0.3])) > SIGNIFICANCE

@@ -1,6 +1,6 @@
-"""Law 2 end to end: whole rounds against a target whose law depends on its last two tokens, 2e5 rows a
-setting, the law of three tokens jointly. Rows draw their own drafts, so draft, accept, residual and bonus
-keys all matter."""
+"""Law 2 end to end: whole rounds against a target whose next token depends on its last two tokens, 2e5 rows a
+setting, the distribution of three tokens jointly. Rows draw their own drafts, so draft, accept, residual and
+bonus keys all matter."""
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,10 @@ PROPOSALS = {
 
 
 def propose(root, rows, keys, parent, sampled=False, replacement=False, ids=None):
-    """A tree whose node i hangs under parent[i]: draws from the draft's law, or (one-hot) the first child
+    """A tree whose node i hangs under parent[i]: draws from q, or (one-hot) the first child
     is the draft's favourite and the second repeats or shifts it, so that some siblings are equal."""
     table = jnp.asarray(DRAFT if ids is None else DRAFT[:, ids])
-    tokens, laws = [root], []
+    tokens, qs = [root], []
     for i in range(1, len(parent)):
         above = tokens[parent[i]]
         logits = table[above][:, None]
@@ -54,7 +54,7 @@ def propose(root, rows, keys, parent, sampled=False, replacement=False, ids=None
             favourite = sampling.greedy(logits[:, 0])
             tokens.append((favourite + (i % 2) * (above % 2)) % VOCAB)
             continue
-        q = sampling.law(logits, rows)[:, 0]
+        q = sampling.distribution(logits, rows)[:, 0]
         if not replacement:
             for j in range(1, i):
                 if parent[j] == parent[i]:
@@ -63,8 +63,8 @@ def propose(root, rows, keys, parent, sampled=False, replacement=False, ids=None
         token = sampling.draw(q, sampling.fold(keys, i))
         tokens.append(token if ids is None else jnp.asarray(ids)[token])
     if sampled:
-        laws = [sampling.law(table[t][:, None], rows)[:, 0] for t in tokens]
-    q = jnp.stack(laws, axis=1) if sampled else None
+        qs = [sampling.distribution(table[t][:, None], rows)[:, 0] for t in tokens]
+    q = jnp.stack(qs, axis=1) if sampled else None
     return tree(
         jnp.stack(tokens, 1),
         parent,
@@ -100,7 +100,7 @@ def generate(rows, *, parent, method="token", **how):
     return text, jnp.mean(accepted[0])
 
 
-def true_law(s: Sampling) -> np.ndarray:
+def true_joint(s: Sampling) -> np.ndarray:
     table = np.array(
         [[transform(z, s.temperature, s.top_k, s.top_p, s.min_p) for z in line] for line in TARGET]
     )
@@ -126,24 +126,24 @@ def test_joint_law_of_three_tokens(name, numbers):
         text, accepted = step(rows)
         cells = np.asarray(text) @ np.array([VOCAB**2, VOCAB, 1])
         counts = np.bincount(cells, minlength=VOCAB**3).reshape((VOCAB,) * 3)
-        assert p_value(counts, true_law(setting)) > SIGNIFICANCE, setting
+        assert p_value(counts, true_joint(setting)) > SIGNIFICANCE, setting
         assert setting.temperature == 0 or accepted > 0.05  # drafts do get through
 
 
 def test_negative_controls():
-    """Laws that common mistakes give fail the same test at the same number of trials."""
+    """Distributions that common mistakes give fail the same test at the same number of trials."""
     s = Sampling(temperature=0.7, top_p=0.8)
-    rng, right = np.random.default_rng(0), true_law(s)
+    rng, right = np.random.default_rng(0), true_joint(s)
     for wrong in (
-        true_law(Sampling(temperature=0.7, top_p=0.85)),  # another nucleus
-        true_law(Sampling(temperature=0.75, top_p=0.8)),  # a slightly wrong temperature
+        true_joint(Sampling(temperature=0.7, top_p=0.85)),  # another nucleus
+        true_joint(Sampling(temperature=0.75, top_p=0.8)),  # a slightly wrong temperature
         right + 2e-4,  # a sliver of mass where there should be none
     ):
         counts = rng.multinomial(TRIALS, (wrong / wrong.sum()).reshape(-1)).reshape(right.shape)
         assert p_value(counts, right) < SIGNIFICANCE
     # The square of one round's mistake: after a refusal p is drawn again instead of its residual.
-    law = true_law(Sampling(temperature=1.0))
-    first = law.sum((1, 2))
+    exact = true_joint(Sampling(temperature=1.0))
+    first = exact.sum((1, 2))
     drafted = first[1] * np.eye(VOCAB)[1] + (1 - first[1]) * first
     counts = rng.multinomial(TRIALS, drafted)
     assert p_value(counts, first) < SIGNIFICANCE
@@ -154,11 +154,11 @@ def test_wrong_round_is_rejected():
     caught."""
     rows = tile([Sampling(temperature=1.0)], TRIALS, VOCAB, seed=1)
     root = jnp.zeros(TRIALS, jnp.int32)
-    q = sampling.law(jnp.asarray(DRAFT)[root][:, None], rows)
+    q = sampling.distribution(jnp.asarray(DRAFT)[root][:, None], rows)
     best = sampling.greedy(q[:, 0])
     draft = tree(jnp.stack([root, best], 1), (0, 0), q=jnp.concatenate([q, q], 1))
     logits = jnp.asarray(TARGET)[jnp.zeros_like(draft.tokens), draft.tokens]
     verdict = jax.jit(verify)(logits, draft, rows, rows.keys)
     first = np.asarray(jnp.where(verdict.accepted > 0, best, verdict.next_token))
-    law = transform(TARGET[0, 0], 1.0)
-    assert p_value(np.bincount(first, minlength=VOCAB), law) < SIGNIFICANCE
+    exact = transform(TARGET[0, 0], 1.0)
+    assert p_value(np.bincount(first, minlength=VOCAB), exact) < SIGNIFICANCE

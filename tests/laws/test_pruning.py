@@ -131,11 +131,11 @@ def two_tokens(key: jax.Array, policy: WidthPolicy, own: bool, drawn: bool) -> t
     menu = (1, 2, 3)
     level = jax.vmap(lambda s: widths.decide(policy, (), menu, s[None], drawn=drawn))(scores)
     rows = tile([Sampling(temperature=1.0, seed=0)], TRIALS, V, 5)
-    laws = jnp.stack([jnp.broadcast_to(p1, (TRIALS, V)), p2[x1], jnp.ones((TRIALS, V))], axis=1)
+    p = jnp.stack([jnp.broadcast_to(p1, (TRIALS, V)), p2[x1], jnp.ones((TRIALS, V))], axis=1)
     answers = []
     for width in menu:
         pruned, _ = widths.prune(draft, width, order)
-        verdict = verify(jnp.log(laws[:, :width]), pruned, rows, rows.keys)
+        verdict = verify(jnp.log(p[:, :width]), pruned, rows, rows.keys)
         first = jnp.where(verdict.accepted > 0, x1, verdict.next_token)
         second = jnp.where(verdict.accepted > 1, x2, verdict.next_token)
         later = jax.random.categorical(c, jnp.log(p2[first]))
@@ -144,7 +144,7 @@ def two_tokens(key: jax.Array, policy: WidthPolicy, own: bool, drawn: bool) -> t
 
 
 def chance(policy: WidthPolicy, *, own: bool = False, drawn: bool = True) -> float:
-    """p-value of the joint law of the two tokens."""
+    """p-value of the joint distribution of the two tokens."""
     answers, level = map(np.asarray, two_tokens(jax.random.key(3), policy, own, drawn))
     assert len(set(level.tolist())) > 1 or isinstance(policy, Widest)
     counts = np.bincount(answers[:, 0] * V + answers[:, 1], minlength=V * V)
@@ -163,5 +163,5 @@ def test_a_policy_that_looks_ahead_is_not_shown_what_would_bias_it() -> None:
     "wrong", [lambda: chance(Likely(), own=True), lambda: chance(Likely(ahead=True), drawn=False)]
 )
 def test_a_drawn_token_that_decides_about_itself_bends_the_law(wrong: Callable[[], float]) -> None:
-    """The two laws above can be broken: by the token's own score, and by all scores at one time."""
+    """The two rules above can be broken: by the token's own score, and by all scores at one time."""
     assert wrong() < 1e-9

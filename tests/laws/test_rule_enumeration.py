@@ -1,13 +1,13 @@
-"""The acceptance rules keep the target's law: exactly, by enumerating every draft and integrating over
-uniforms."""
+"""The acceptance rules keep the target's distribution: exactly, by enumerating every draft and integrating
+over uniforms."""
 
 import numpy as np
 import pytest
 from law_oracle import (
     block_outcomes,
-    draft_law,
-    emitted_law,
-    joint_law,
+    draft_distribution,
+    emitted_distribution,
+    joint_distribution,
     path_tokens,
     token_outcomes,
     transform,
@@ -19,15 +19,15 @@ VOCAB = 3
 
 
 def table(seed: int, sharp: float = 1.5, drop: float = 0.0):
-    """A law that depends on the whole prefix; ``drop`` of its entries are zero."""
+    """A distribution that depends on the whole prefix; ``drop`` of its entries are zero."""
 
-    def law(prefix):
+    def at(prefix):
         rng = np.random.default_rng([seed, *(t + 1 for t in prefix)])
         weights = np.exp(sharp * rng.normal(size=VOCAB)) * (rng.random(VOCAB) >= drop)
         weights[rng.integers(VOCAB)] += 0.1
         return weights / weights.sum()
 
-    return law
+    return at
 
 
 SHAPES = {"chain": (0, 0, 1, 2), "siblings": (0, 0, 0, 0), "tree": (0, 0, 0, 1, 1)}
@@ -41,12 +41,12 @@ def test_token_rule_is_lossless(shape, seed, kind):
     if kind == "one_hot":
         # Random tokens of three: some siblings are equal.
         for fixed in np.random.default_rng(seed).integers(VOCAB, size=(6, len(parent))):
-            got = emitted_law(target, None, parent, VOCAB, 3, fixed=fixed)
-            np.testing.assert_allclose(got, joint_law(target, VOCAB, 3), atol=1e-12)
+            got = emitted_distribution(target, None, parent, VOCAB, 3, fixed=fixed)
+            np.testing.assert_allclose(got, joint_distribution(target, VOCAB, 3), atol=1e-12)
         return
     draft = table(seed + 100, drop=0.2 * seed)
-    got = emitted_law(target, draft, parent, VOCAB, 3, replacement=kind == "replacement")
-    np.testing.assert_allclose(got, joint_law(target, VOCAB, 3), atol=1e-12)
+    got = emitted_distribution(target, draft, parent, VOCAB, 3, replacement=kind == "replacement")
+    np.testing.assert_allclose(got, joint_distribution(target, VOCAB, 3), atol=1e-12)
 
 
 @pytest.mark.parametrize("one_hot", [True, False])
@@ -57,10 +57,10 @@ def test_block_rule_is_lossless_and_never_shorter(one_hot):
         target, draft = table(seed, drop=0.1 * seed), table(seed + 100)
         fixed = np.random.default_rng(seed).integers(VOCAB, size=len(parent))
         draft_q = None if one_hot else draft
-        got = emitted_law(target, draft_q, parent, VOCAB, 4, rule="block", fixed=fixed)
-        np.testing.assert_allclose(got, joint_law(target, VOCAB, 4), atol=1e-12)
+        got = emitted_distribution(target, draft_q, parent, VOCAB, 4, rule="block", fixed=fixed)
+        np.testing.assert_allclose(got, joint_distribution(target, VOCAB, 4), atol=1e-12)
         gain = 0.0
-        for chance, tokens in draft_law(draft_q, parent, VOCAB, True, fixed):
+        for chance, tokens in draft_distribution(draft_q, parent, VOCAB, True, fixed):
             paths = [path_tokens(tokens, parent, i) for i in range(len(parent))]
             p = np.array([target(path) for path in paths])
             q = None if draft_q is None else np.array([draft_q(path) for path in paths])
@@ -71,12 +71,12 @@ def test_block_rule_is_lossless_and_never_shorter(one_hot):
         gains.append(gain)
     assert min(gains) >= -1e-12
     if not one_hot:
-        assert max(gains) > 0.01  # some laws leave the joint rule room to gain
+        assert max(gains) > 0.01  # some distributions leave the joint rule room to gain
 
 
 def test_wrong_rules_are_caught():
     """The enumeration is sharp: the mistakes of A01 (argmax drafts judged by a softmax) and of a forgotten
-    residual move the law by far more than the tolerance."""
+    residual move the distribution by far more than the tolerance."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.35, 0.25])
     draft = int(q.argmax())
     accept = min(1.0, p[draft] / q[draft])

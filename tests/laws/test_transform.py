@@ -35,10 +35,11 @@ GRID = [
 
 @pytest.mark.parametrize("vocab", [50, 6000])
 def test_a08_support_equals_transformers(vocab):
-    """Both the small and the large vocabulary's search: top-k of 300 and flat laws leave the sorted head."""
+    """Both the small and the large vocabulary's search: top-k of 300 and flat distributions leave the sorted
+    head."""
     logits = (2.5 * np.random.default_rng(vocab).normal(size=(len(GRID), 2, vocab))).astype(np.float32)
     rows = sampling.rows(GRID, vocab)
-    got = np.asarray(jax.jit(sampling.law)(jnp.asarray(logits), rows))
+    got = np.asarray(jax.jit(sampling.distribution)(jnp.asarray(logits), rows))
     for row, s in enumerate(GRID):
         scores = TemperatureLogitsWarper(s.temperature)(None, torch.tensor(logits[row]))
         if s.top_k:
@@ -55,7 +56,7 @@ def test_a08_support_equals_transformers(vocab):
 
 def test_the_law_of_a_vocabulary_of_152k():
     """Filters, mass and normalisation against float64: a nucleus of 1e5 near-equal tokens, a tail beside one
-    certain token, and a top-k within a nucleus. A law in f32 may be off by a token at the edge."""
+    certain token, and a top-k within a nucleus. A distribution in f32 may be off by a token at the edge."""
     vocab, rng = 151_936, np.random.default_rng(0)
     settings = [
         Sampling(temperature=1.0, top_p=0.9),
@@ -65,7 +66,7 @@ def test_the_law_of_a_vocabulary_of_152k():
     logits = (np.array([[0.3], [1.0], [2.0]]) * rng.normal(size=(3, vocab))).astype(np.float32)
     logits[1, 77] = 16.0
     rows = sampling.rows(settings, vocab)
-    got = np.asarray(jax.jit(sampling.law)(jnp.asarray(logits)[:, None], rows), np.float64)[:, 0]
+    got = np.asarray(jax.jit(sampling.distribution)(jnp.asarray(logits)[:, None], rows), np.float64)[:, 0]
     for row, s in enumerate(settings):
         z = logits[row].astype(np.float64)
         order = np.argsort(-z, kind="stable")
@@ -90,15 +91,15 @@ def test_a08_ties_at_the_edges_are_kept():
             Sampling(temperature=1, top_p=0.5),
             Sampling(temperature=1, top_k=4, top_p=0.99999),  # top-p must not lose top-k's tied last tokens
         ]
-        law = np.asarray(sampling.law(jnp.asarray(logits), sampling.rows(settings, vocab)))[:, 0, :5]
-        np.testing.assert_allclose(law[0], [0.5, 0.25, 0.25, 0, 0], rtol=1e-5)
-        np.testing.assert_allclose(law[1], [0.5, 0.25, 0.25, 0, 0], rtol=1e-5)
-        np.testing.assert_allclose(law[2], probs, rtol=1e-5)
+        got = np.asarray(sampling.distribution(jnp.asarray(logits), sampling.rows(settings, vocab)))[:, 0, :5]
+        np.testing.assert_allclose(got[0], [0.5, 0.25, 0.25, 0, 0], rtol=1e-5)
+        np.testing.assert_allclose(got[1], [0.5, 0.25, 0.25, 0, 0], rtol=1e-5)
+        np.testing.assert_allclose(got[2], probs, rtol=1e-5)
 
 
 def test_filters_work_on_ties_zeros_and_extremes():
-    """Law against the sorting oracle on logits with many ties, zeros, huge values and bans, alone and in
-    a batch."""
+    """Probabilities against the sorting oracle on logits with many ties, zeros, huge values and bans, alone
+    and in a batch."""
     rng = np.random.default_rng(4)
     settings = [
         Sampling(temperature=t, top_k=k, top_p=p) for t in (0.3, 1.5) for k in (0, 2, 7) for p in (0.6, 1.0)
@@ -108,7 +109,7 @@ def test_filters_work_on_ties_zeros_and_extremes():
     logits[:, 1] *= 1e30
     logits[:, 2] *= 1e-30
     logits[..., 5] = 0.0
-    got = np.asarray(sampling.law(jnp.asarray(logits), sampling.rows(settings, 12)))
+    got = np.asarray(sampling.distribution(jnp.asarray(logits), sampling.rows(settings, 12)))
     for row, s in enumerate(settings):
         for node in range(3):
             want = transform(logits[row, node], s.temperature, s.top_k, s.top_p)
@@ -118,10 +119,10 @@ def test_filters_work_on_ties_zeros_and_extremes():
 def test_tiny_temperatures_and_empty_laws_are_finite():
     settings = [Sampling(temperature=t, top_p=0.9) for t in (1e-6, 1e-45, 1e-300, 1e38)]
     logits = jnp.asarray([[[1e4, -1e4, 0.0, -jnp.inf]]] * 4, jnp.float32)
-    law = np.asarray(sampling.law(logits, sampling.rows(settings, 4)))[:, 0]
-    np.testing.assert_allclose(law[:3], [[1, 0, 0, 0]] * 3)
-    np.testing.assert_allclose(law[3], [1 / 3, 1 / 3, 1 / 3, 0], atol=1e-5)
-    empty = sampling.law(jnp.full((4, 1, 4), -jnp.inf), sampling.rows(settings, 4))
+    probs = np.asarray(sampling.distribution(logits, sampling.rows(settings, 4)))[:, 0]
+    np.testing.assert_allclose(probs[:3], [[1, 0, 0, 0]] * 3)
+    np.testing.assert_allclose(probs[3], [1 / 3, 1 / 3, 1 / 3, 0], atol=1e-5)
+    empty = sampling.distribution(jnp.full((4, 1, 4), -jnp.inf), sampling.rows(settings, 4))
     np.testing.assert_array_equal(empty, 0.0)
 
 
@@ -134,16 +135,16 @@ def test_mass_keeps_the_tail():
 def test_draws_follow_the_weights_over_many_blocks():
     vocab, trials = 300, 200_000
     rng = np.random.default_rng(0)
-    law = rng.dirichlet(np.full(vocab, 0.3)) * (rng.random(vocab) < 0.8)
+    probs = rng.dirichlet(np.full(vocab, 0.3)) * (rng.random(vocab) < 0.8)
     keys = jax.random.split(jax.random.key(1), trials)
     step = jax.jit(
-        jax.vmap(lambda key: sampling.draw(jnp.asarray(7.5 * law, jnp.float32)[None], key[None])[0])
+        jax.vmap(lambda key: sampling.draw(jnp.asarray(7.5 * probs, jnp.float32)[None], key[None])[0])
     )
     counts = np.bincount(np.asarray(step(keys)), minlength=vocab)
-    assert p_value(counts, law) > SIGNIFICANCE
-    shifted = np.roll(law, 1)
-    shifted[law == 0] = 0
-    assert p_value(counts, 0.97 * law + 0.03 * shifted) < SIGNIFICANCE
+    assert p_value(counts, probs) > SIGNIFICANCE
+    shifted = np.roll(probs, 1)
+    shifted[probs == 0] = 0
+    assert p_value(counts, 0.97 * probs + 0.03 * shifted) < SIGNIFICANCE
 
 
 def test_penalties_count_ancestors_as_a_plain_run_would():

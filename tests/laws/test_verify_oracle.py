@@ -1,5 +1,5 @@
 """verify() against the NumPy oracle: the same decisions from the same uniforms, on random trees; and the
-law of its outcomes for given drafts."""
+distribution of its outcomes for given drafts."""
 
 from collections import Counter
 
@@ -85,7 +85,7 @@ KINDS = [
 
 
 SLOW_KINDS = ("tree_reduced", "chain_one_hot", "chain_reduced", "block_one_hot")
-"""Their laws are measured in test_joint_law too."""
+"""Their distributions are measured in test_joint_law too."""
 
 
 def some_slow(kinds, slow):
@@ -113,15 +113,15 @@ def test_decisions_equal_the_oracle(kind):
             q = np.zeros((NODES, VOCAB))
             q[:, slice(None) if draft.proposal.ids is None else IDS] = draft.proposal.q[row]
         if method == "block" and s.temperature > 0:
-            nodes, law = block_decision(p, q, tokens[row][valid[row]], luck[row])
+            nodes, probs = block_decision(p, q, tokens[row][valid[row]], luck[row])
         else:
-            nodes, law = token_decision(
+            nodes, probs = token_decision(
                 p, q, tokens[row], parent[row], valid[row], luck[row], draft.proposal.replacement
             )
         assert verdict.accepted[row] == len(nodes)
         want = [0, *nodes, *[(0, *nodes)[-1]] * (NODES - 1 - len(nodes))]
         np.testing.assert_array_equal(verdict.path[row], want)
-        assert law[verdict.next_token[row]] > 0
+        assert probs[verdict.next_token[row]] > 0
         accepted += len(nodes)
     assert accepted > BATCH // 8  # the case exercises acceptance
 
@@ -165,12 +165,12 @@ def test_outcome_law_of_fixed_drafts(kind):
         if method == "block"
         else token_outcomes(p, q, tokens, parent, everyone, case.get("replacement", False))
     )
-    law = np.zeros((len(parent), vocab))
+    probs = np.zeros((len(parent), vocab))
     for weight, (nodes, rest) in outcomes:
-        law[nodes[-1] if nodes else 0] += weight * rest
-    assert p_value(counts, law) > SIGNIFICANCE
-    # The same test tells the law from one whose largest cell is off by five parts in a hundred.
-    wrong = law * np.where(law == law.max(), 1.05, 1.0)
+        probs[nodes[-1] if nodes else 0] += weight * rest
+    assert p_value(counts, probs) > SIGNIFICANCE
+    # The same test tells the distribution from one whose largest cell is off by five parts in a hundred.
+    wrong = probs * np.where(probs == probs.max(), 1.05, 1.0)
     assert p_value(counts, wrong) < SIGNIFICANCE
 
 

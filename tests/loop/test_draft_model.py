@@ -1,4 +1,4 @@
-"""The draft model's chain and laws against an uncached forward; odd vocabularies; NaN."""
+"""The draft model's chain and distributions against an uncached forward; odd vocabularies; NaN."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def drafted(result: Draft) -> list[list[int]]:
     return np.asarray(result.tokens).tolist()
 
 
-def laws(config: Any, params: Any, chains: list[list[int]], row: int, how: Sampling) -> np.ndarray:
-    """[K, V]: the law of each draft of a row from one forward over its text, penalties counted by hand."""
+def draft_probs(config: Any, params: Any, chains: list[list[int]], row: int, how: Sampling) -> np.ndarray:
+    """[K, V]: the distribution of each draft of a row from one forward over its text, penalties counted by
+    hand."""
     text = [*prompts()[row], *chains[row]]
     logits = np.array(full_forward(params, config, pad([text], 24))[0][0], np.float64)
     out = []
@@ -91,19 +92,19 @@ def test_mixed_rows_carry_the_laws_they_were_drawn_from() -> None:
     q = np.asarray(result.proposal.q)
     assert q.shape == (3, K + 1, VOCAB)
     for row, how in enumerate(settings):
-        np.testing.assert_allclose(q[row, :K], laws(CONFIG, params, chains, row, how), atol=2e-5)
+        np.testing.assert_allclose(q[row, :K], draft_probs(CONFIG, params, chains, row, how), atol=2e-5)
         assert (q[row, np.arange(K), chains[row][1:]] > 0).all()
     assert (q[:, K] == 0).all()
     assert set(np.unique(q[1])) == {0.0, 1.0}
 
 
-def test_greedy_batches_carry_no_law() -> None:
+def test_greedy_batches_carry_no_distribution() -> None:
     params = lively(CONFIG, 2)
     result = proposal(DraftModel(CONFIG, K), params, [GREEDY] * 3, VOCAB)
     assert result.proposal.q is None
     chains = drafted(result)
     for row in range(3):
-        assert laws(CONFIG, params, chains, row, GREEDY).argmax(-1).tolist() == chains[row][1:]
+        assert draft_probs(CONFIG, params, chains, row, GREEDY).argmax(-1).tolist() == chains[row][1:]
 
 
 @pytest.mark.parametrize("target_vocab", [VOCAB - 2, VOCAB + 5])

@@ -1,4 +1,5 @@
-"""Decoding with quantised weights is lossless too: the law is the quantised target's, whoever guesses."""
+"""Decoding with quantised weights is lossless too: the distribution is the quantised target's, whoever
+guesses."""
 
 from __future__ import annotations
 

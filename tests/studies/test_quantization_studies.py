@@ -197,7 +197,7 @@ def test_outliers_that_cannot_be_are_refused(bench, settings, capfd):
     moved = dataclasses.replace(
         bench.target, params=bench.target.params | {"norm": 1.5 * jnp.asarray(bench.target.params["norm"])}
     )
-    for exact, words in ((True, "changed the target's logits"), (False, "moved the target's law")):
+    for exact, words in ((True, "changed the target's logits"), (False, "moved the target's distribution")):
         with pytest.raises(EaglejaxError, match=words):
             outliers.check_same(bench, moved, exact=exact)
     given = ["--answers", str(settings.answers), "--suites", *settings.suites]

@@ -17,7 +17,7 @@ def left(x, by):
 
 
 def specforge(target_logits, draft_logits, loss_mask, member, decay=0.8):
-    """target_logits [B, S, V] (row t: the law of token t + 1); draft_logits: one [B, S, Vd] a step;
+    """target_logits [B, S, V] (row t: the distribution of token t + 1); draft_logits: one [B, S, Vd] a step;
     loss_mask [B, S]; member [V] bool. (loss, accuracy of each step)."""
     ids = np.flatnonzero(member)
     z = left(target_logits.astype(np.float64), 1)

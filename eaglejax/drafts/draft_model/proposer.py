@@ -37,10 +37,11 @@ class DraftModel(OnChain):
     """A chain of ``length`` drafts by the decoder ``config``; ``params`` are its weights.
 
     ``vocab_size``: the target's, when it is not the draft's: tables of one tokenizer are padded to different
-    sizes. Ids that only one of the two has are never drafted. Sampled rows draw from the draft's law after
-    the row's own transform and hand that law on as q; greedy rows take its argmax. A position where the
-    draft's logits are not finite ends its chain. ``cache_dtype``: format of the draft's keys and values, by
-    name (see ``KVFormat``; None: the dtype of its weights). Raises ConfigError for a length below 1.
+    sizes. Ids that only one of the two has are never drafted. Sampled rows draw from the draft's
+    distribution after the row's own transform and hand that distribution on as q; greedy rows take its
+    argmax. A position where the draft's logits are not finite ends its chain. ``cache_dtype``: format of the
+    draft's keys and values, by name (see ``KVFormat``; None: the dtype of its weights). Raises ConfigError
+    for a length below 1.
     """
 
     config: ModelConfig
@@ -95,12 +96,12 @@ class DraftModel(OnChain):
             sound = (count == i) & jnp.isfinite(processed.max(-1))[:, 0]
             guess = sampling.greedy(processed)[:, 0]
             if q is not None:
-                law = sampling.law(processed, rows)[:, 0]
-                drawn = sampling.draw(law, sampling.fold(keys, i))
+                probs = sampling.distribution(processed, rows)[:, 0]
+                drawn = sampling.draw(probs, sampling.fold(keys, i))
                 guess = jnp.where(rows.temperature > 0, drawn, guess)
                 # Behind the chain's end nothing is drawn, and a NaN would outlive its token in p - q.
-                law = jnp.where(sound[:, None], law, 0.0)
-                q = jax.lax.dynamic_update_slice_in_dim(q, law[:, None], i, axis=1)
+                probs = jnp.where(sound[:, None], probs, 0.0)
+                q = jax.lax.dynamic_update_slice_in_dim(q, probs[:, None], i, axis=1)
             guess = jnp.where(sound, guess, root)
             tokens = jax.lax.dynamic_update_slice_in_dim(tokens, guess[:, None], i + 1, axis=1)
             return cache.advance(jnp.ones_like(lengths)), tokens, count + sound, q

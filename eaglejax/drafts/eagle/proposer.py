@@ -49,9 +49,9 @@ class Eagle(Proposer):
 
     ``tree``: a ``DynamicTree`` (EAGLE-2), or a ``StaticTree`` (EAGLE-1's choices, a chain). ``sample`` False:
     children are the draft's most likely tokens, a function of the text so far (one-hot q). ``sample`` True,
-    for static trees: children are drawn without replacement from q, the draft's law under the row's own
-    temperature and filters; ``temperature`` replaces the row's where given (greedy rows take the most likely
-    tokens). ``min_confidence``: nodes whose ``cut_score`` is below it are not proposed, and levels
+    for static trees: children are drawn without replacement from q, the draft's distribution under the row's
+    own temperature and filters; ``temperature`` replaces the row's where given (greedy rows take the most
+    likely tokens). ``min_confidence``: nodes whose ``cut_score`` is below it are not proposed, and levels
     without any other node cost nothing. The score of a node is its cumulative draft probability, or its
     parent's where ``sample`` is True (see ``speculate.widths``). ``cache_dtype``: format of the draft's
     keys and values, by name (see ``KVFormat``; None: the dtype of its weights), whatever the target's is.
@@ -234,7 +234,7 @@ class Eagle(Proposer):
         cut_scores = [jnp.ones((batch,))] * n
         valid = [jnp.ones((batch,), bool)] * n
         features: dict[int, jax.Array] = {}
-        laws: dict[int, jax.Array] = {}
+        q_of: dict[int, jax.Array] = {}
         slots: list[int] = []
         for level, parents in enumerate(_expanded(tree)):
             if level == 0:
@@ -250,15 +250,15 @@ class Eagle(Proposer):
                     jnp.broadcast_to(seen, (batch, *seen.shape)),
                     jnp.stack([jnp.where(valid[p], scores[p], -jnp.inf) for p in parents], axis=1),
                 )
-            clean, normaliser = eagle_tree.log_law(logits)
+            clean, normaliser = eagle_tree.with_normaliser(logits)
             children = {p: [c for c in range(1, n) if tree.parent[c] == p] for p in parents}
             ranks = {p: [tree.rank[c] for c in children[p]] for p in parents}
             top = jax.lax.top_k(clean, max(max(r) for r in ranks.values()) + 1)[1].astype(jnp.int32)
-            q = sampling.law(clean, rows) if sampled else None
+            q = sampling.distribution(clean, rows) if sampled else None
             for i, p in enumerate(parents):
                 picks, exists = top[:, i, np.asarray(ranks[p])], jnp.ones((batch, len(ranks[p])), bool)
                 if q is not None:
-                    laws[p] = q[:, i]
+                    q_of[p] = q[:, i]
                     drawn, left = _draw_siblings(q[:, i], sampling.fold(keys, p), len(children[p]))
                     greedy = (rows.temperature <= 0)[:, None]
                     picks, exists = jnp.where(greedy, picks, drawn), greedy | left
@@ -273,8 +273,8 @@ class Eagle(Proposer):
                     features[c] = out[:, i]
         proposal = Proposal()
         if sampled:
-            leaf = jnp.zeros_like(laws[0])
-            q_all = jnp.stack([laws.get(i, leaf) for i in range(n)], axis=1)
+            leaf = jnp.zeros_like(q_of[0])
+            q_all = jnp.stack([q_of.get(i, leaf) for i in range(n)], axis=1)
             proposal = Proposal(q=q_all, ids=params.ids, replacement=False)
         draft = static_draft(
             tree,

@@ -29,7 +29,7 @@ class Tree:
     scores: torch.Tensor
 
 
-def log_law(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def with_normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(cleaned logits [..., Vd], log-normaliser [...]): NaN and +inf become -inf."""
     clean = torch.where(logits < torch.inf, logits, -torch.inf)
     return clean, torch.logsumexp(clean, -1)
@@ -43,7 +43,7 @@ def log_prob(logit: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
 
 def expand(logits: torch.Tensor, scores: torch.Tensor, children: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``children`` best continuations of every node: (cumulative scores, draft ids), [B, n, children]."""
-    clean, normaliser = log_law(logits)
+    clean, normaliser = with_normaliser(logits)
     top, tokens = top_k(clean, children)
     return scores.unsqueeze(-1) + log_prob(top, normaliser.unsqueeze(-1)), tokens
 
@@ -185,7 +185,7 @@ class Grower:
                     seen.expand(b, *seen.shape),
                     torch.stack([torch.where(valid[p], scores[p], -torch.inf) for p in parents], 1),
                 )
-            clean, normaliser = log_law(logits)
+            clean, normaliser = with_normaliser(logits)
             ordered, order = top_k(clean, max(tree.rank) + 1)
             for i, p in enumerate(parents):
                 for c in (c for c in range(1, n) if tree.parent[c] == p):

@@ -1,9 +1,9 @@
 """What a draft is trained for: EAGLE-3, EAGLE-1 and HASS as settings of one loss over unrolled steps.
 
-EAGLE-3 (Li et al. 2025): K steps, each scored by the distance between the laws. EAGLE-1 (Li et al. 2024): one
-step, scored by the distance between the predicted and the true feature, plus a small cross entropy through
-the target's head. HASS (Zhang et al. 2024): EAGLE-1's loss at K steps, each fed the states of the one before,
-plus a cross entropy on the target's ten likeliest tokens.
+EAGLE-3 (Li et al. 2025): K steps, each scored by the distance between the distributions. EAGLE-1 (Li et al.
+2024): one step, scored by the distance between the predicted and the true feature, plus a small cross
+entropy through the target's head. HASS (Zhang et al. 2024): EAGLE-1's loss at K steps, each fed the states
+of the one before, plus a cross entropy on the target's ten likeliest tokens.
 """
 
 from __future__ import annotations

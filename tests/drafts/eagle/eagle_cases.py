@@ -58,7 +58,7 @@ CONFIGS = {"eagle1": EAGLE1, "eagle3": EAGLE3, "reduced": REDUCED, "modern": MOD
 
 
 def make(config: EagleConfig, seed: int = 0, scale: float = 1.0, dtype=jnp.float32) -> EagleParams:
-    """A draft whose weights are large enough that its laws are far from uniform."""
+    """A draft whose weights are large enough that its distributions are far from uniform."""
     leaves, tree = jax.tree.flatten(param_table(config), is_leaf=pytree.is_info)
     rng = np.random.default_rng(seed)
     leaves = [

@@ -105,8 +105,8 @@ def own_layer_pair() -> tuple[Target, EagleConfig, EagleParams]:
 def last_token_pair(
     embed_scale: float | None = None, softcap: float | None = None
 ) -> tuple[Target, EagleConfig, EagleParams]:
-    """A target whose next token depends on the last alone, and an EAGLE-3 draft with the same law: v and o
-    that turn [e, h] into e - h undo the residual."""
+    """A target whose next token depends on the last alone, and an EAGLE-3 draft with the same distribution:
+    v and o that turn [e, h] into e - h undo the residual."""
     config = target_config(num_layers=1, max_position=64, embed_scale=embed_scale, final_softcap=softcap)
     target = make_target(config, seed=4, scale=12.0)
     layer = {**target.params["layers"][0], "o": jnp.zeros((32, 16))}

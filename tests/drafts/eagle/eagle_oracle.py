@@ -96,7 +96,7 @@ class Draft:
             grown.append((ks, vs))
         return (rms_norm(x, self.w["norm"], c.norm_eps) if c.feed_normed else x), grown
 
-    def log_law(self, state):
+    def log_probs(self, state):
         if self.c.head_norm and not self.c.feed_normed:
             state = rms_norm(state, self.w["norm"], self.c.norm_eps)
         return log_softmax(state @ self.w["head"])
@@ -113,7 +113,7 @@ class Draft:
     def grow(self, root, top_k, depth, total):
         """(tokens, parent, depth, visible, scores) of the tree with ``total`` nodes, root included."""
         k, n = top_k, self.seen
-        logp = self.log_law(self.last)
+        logp = self.log_probs(self.last)
         order = np.argsort(-logp, kind="stable")[:k]
         scores, ids = logp[order], self.ids[order]
         score_list, token_list, parent_list = [scores], [ids], [np.zeros(1, int)]
@@ -128,7 +128,7 @@ class Draft:
             parent_list.append(picked + bias)
             full = np.concatenate([np.ones((k, n), bool), mask], 1)
             out, past = self.run(hidden, ids, np.full(k, n + i), past, full)
-            logp = self.log_law(out)
+            logp = self.log_probs(out)
             order = np.argsort(-logp, axis=1, kind="stable")[:, :k]
             cumulative = np.take_along_axis(logp, order, 1) + scores[:, None]
             picked = np.argsort(-cumulative.ravel(), kind="stable")[:k]

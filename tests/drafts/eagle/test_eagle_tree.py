@@ -186,9 +186,11 @@ def test_a_draft_of_nan_proposes_nothing_and_breaks_nothing():
 
 
 def test_infinite_logits_leave_laws_to_draw_from():
-    """A head that overflows for some tokens proposes the others, and q is a law or nothing."""
+    """A head that overflows for some tokens proposes the others, and q is a distribution or nothing."""
     for value in (np.inf, np.nan):
-        clean, normaliser = eagle_tree.log_law(jnp.asarray([[0.0, value, 1.0], [np.nan, value, -np.inf]]))
+        clean, normaliser = eagle_tree.with_normaliser(
+            jnp.asarray([[0.0, value, 1.0], [np.nan, value, -np.inf]])
+        )
         np.testing.assert_array_equal(clean, [[0.0, -np.inf, 1.0], [-np.inf] * 3])
         np.testing.assert_allclose(normaliser[0], np.log(1 + np.e), rtol=1e-6)
         np.testing.assert_array_equal(eagle_tree.log_prob(clean, normaliser[:, None])[1], [-np.inf] * 3)
@@ -202,7 +204,7 @@ def test_infinite_logits_leave_laws_to_draw_from():
 
 
 def test_sampled_siblings_come_from_q_without_replacement():
-    """4096 rows: first and second children of the root follow q and q without the first; q is the law that is
+    """4096 rows: first and second children of the root follow q and q without the first; q is what is
     kept."""
     config, batch = dataclasses.replace(EAGLE3, vocab_size=6, draft_vocab_size=6), 4096
     params = make(config, seed=6, scale=0.3)
