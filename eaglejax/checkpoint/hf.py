@@ -1,5 +1,4 @@
-"""Hugging Face folders: configuration, safetensors (one file or sharded) and the name tables of every
-family."""
+"""Hugging Face folders: configuration and safetensors, one file or sharded."""
 
 from __future__ import annotations
 
@@ -12,78 +11,16 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import Mesh
 
+from eaglejax.checkpoint import scaled
 from eaglejax.checkpoint.files import progress, read_json, say_strays, shards_without_index, weight_files
+from eaglejax.checkpoint.names import ignorable_of, rules_of
 from eaglejax.checkpoint.safetensors_io import SafetensorsFile
-from eaglejax.checkpoint.tables import (
-    COPY,
-    TRANSPOSE,
-    Rule,
-    TensorStore,
-    check_layers,
-    materialize,
-    placement,
-    plan,
-)
+from eaglejax.checkpoint.tables import TensorStore, check_layers, materialize, placement, plan
 from eaglejax.errors import CheckpointError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
 from eaglejax.models.families import from_hf
 from eaglejax.pytree import unflatten
-
-_LAYER = "layers.{l}."
-_ATTENTION = "model.layers.{l}.self_attn."
-_MLP = "model.layers.{l}.mlp."
-_MIXTRAL = "model.layers.{l}.block_sparse_moe."
-
-_COMMON = [
-    Rule("embed", "model.embed_tokens.weight", COPY),
-    Rule("norm", "model.norm.weight", COPY),
-    Rule("head", "lm_head.weight", TRANSPOSE),
-    Rule(_LAYER + "attn_norm", "model.layers.{l}.input_layernorm.weight", COPY),
-    *(Rule(_LAYER + x, f"{_ATTENTION}{x}_proj.weight", TRANSPOSE) for x in "qkvo"),
-    *(Rule(f"{_LAYER}{x}_bias", f"{_ATTENTION}{x}_proj.bias", COPY) for x in "qkvo"),
-    *(Rule(f"{_LAYER}{x}_norm", f"{_ATTENTION}{x}_norm.weight", COPY) for x in "qk"),
-    *(Rule(_LAYER + x, f"{_MLP}{x}_proj.weight", TRANSPOSE) for x in ("gate", "up", "down")),
-    *(Rule(f"{_LAYER}{x}_bias", f"{_MLP}{x}_proj.bias", COPY) for x in ("gate", "up", "down")),
-]
-_PRE_NORM = [Rule(_LAYER + "mlp_norm", "model.layers.{l}.post_attention_layernorm.weight", COPY)]
-_SANDWICH = [
-    Rule(_LAYER + "post_attn_norm", "model.layers.{l}.post_attention_layernorm.weight", COPY),
-    Rule(_LAYER + "mlp_norm", "model.layers.{l}.pre_feedforward_layernorm.weight", COPY),
-    Rule(_LAYER + "post_mlp_norm", "model.layers.{l}.post_feedforward_layernorm.weight", COPY),
-]
-_MIXTRAL_EXPERTS = [
-    Rule(_LAYER + "router", _MIXTRAL + "gate.weight", TRANSPOSE),
-    Rule(_LAYER + "experts.gate", _MIXTRAL + "experts.{e}.w1.weight", TRANSPOSE),
-    Rule(_LAYER + "experts.up", _MIXTRAL + "experts.{e}.w3.weight", TRANSPOSE),
-    Rule(_LAYER + "experts.down", _MIXTRAL + "experts.{e}.w2.weight", TRANSPOSE),
-]
-_QWEN_EXPERTS = [
-    Rule(_LAYER + "router", _MLP + "gate.weight", TRANSPOSE),
-    *(
-        Rule(f"{_LAYER}experts.{x}", _MLP + f"experts.{{e}}.{x}_proj.weight", TRANSPOSE)
-        for x in ("gate", "up", "down")
-    ),
-]
-
-RULES: dict[str, list[Rule]] = {
-    "llama": _COMMON + _PRE_NORM,
-    "mistral": _COMMON + _PRE_NORM,
-    "mixtral": _COMMON + _PRE_NORM + _MIXTRAL_EXPERTS,
-    "qwen2": _COMMON + _PRE_NORM,
-    "qwen3": _COMMON + _PRE_NORM,
-    "qwen3_moe": _COMMON + _PRE_NORM + _QWEN_EXPERTS,
-    "gemma3_text": _COMMON + _SANDWICH,
-}
-"""``ModelConfig.family`` -> name table, in the names of ``*ForCausalLM``."""
-
-IGNORABLE = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-"""Buffers that old checkpoints carry; they follow from the configuration."""
-
-IGNORABLE_OF: dict[str, tuple[str, ...]] = {
-    "gemma3_text": (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
-}
-"""The other towers of checkpoints whose language model is read."""
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _HEADS = ("language_model.lm_head.", "lm_head.")
@@ -231,10 +168,7 @@ def quantized_form(folder: Path) -> QuantizedForm | None:
     Raises ``CheckpointError`` for a layout that is not read.
     """
     config = read_json(folder / "config.json")
-    text = config.get("text_config")
-    given = config.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, Mapping) else None
-    )
+    given = _description(config)
     if MARKER in config:
         return "eaglejax"
     if description_path(folder) is not None:
@@ -244,9 +178,20 @@ def quantized_form(folder: Path) -> QuantizedForm | None:
     method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
     if method == "compressed-tensors":
         return "compressed-tensors"
+    if method in scaled.FORMS:
+        return None
     raise CheckpointError(
         f"{folder} holds weights quantised by {method!r}, which are not read; use the unquantised "
-        "checkpoint, a GGUF, or a folder in the form of modelslim or compressed-tensors"
+        "checkpoint, a GGUF, a folder in the form of modelslim or compressed-tensors, or narrow floats "
+        f"({', '.join(scaled.FORMS)})"
+    )
+
+
+def _description(config: Mapping[str, Any]) -> Any:
+    """What a config says of its weights' quantisation."""
+    text = config.get("text_config")
+    return config.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, Mapping) else None
     )
 
 
@@ -307,17 +252,20 @@ def load_folder(
     form = quantized_form(folder)
     if form is not None:
         raise CheckpointError(f"{folder} holds quantised weights ({form}); load_target reads them")
-    config = from_hf(read_config(folder), context=context)
-    store = NormalizedStore(open_weights(folder), str(folder))
+    raw = read_config(folder)
+    config = from_hf(raw, context=context)
+    store = scaled.as_floats(
+        NormalizedStore(open_weights(folder), str(folder)), _description(raw), str(folder)
+    )
     check_layers(store.names(), config.num_layers, str(folder))
     config, ignorable = settle_tying(config, store, str(folder))
     table = param_table(config, dtype)
     assignments = plan(
         table,
-        RULES[config.family],
+        rules_of(config),
         store,
         where=str(folder),
-        ignorable=(*IGNORABLE, *IGNORABLE_OF.get(config.family, ()), *ignorable),
+        ignorable=(*ignorable_of(config), *ignorable),
     )
     store.check_dtypes(name for assignment in assignments for name in assignment.names)
     leaves, place = {}, placement(table, mesh)

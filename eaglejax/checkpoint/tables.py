@@ -38,18 +38,36 @@ Rows = np.ndarray
 """[rows, last dimension] as the store returns them: any float dtype."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """The rows ``index`` [n] of a stored tensor of ``of`` rows, in the leaf's order. The leaves that one
+    tensor is split into take each of its rows once."""
+
+    index: np.ndarray
+    of: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a stored tensor relates to its leaf.
 
     ``transposed``: the last two dimensions are swapped (files keep weights as [out, in]). ``rows``: maps all
     rows of the tensor to those of the leaf (None: as they are, which lets them stream); ``value``: maps the
-    values in f32.
+    values in f32. ``part``: the leaf is some of the tensor's rows; ``columns`` (first, step): it is every
+    step-th of its columns. ``depthwise``: the tensor has a dimension of 1 before its last (convolutions).
     """
 
     transposed: bool = False
     rows: Callable[[Rows], Rows] | None = None
     value: Callable[[Rows], Rows] | None = None
+    part: Part | None = None
+    columns: tuple[int, int] | None = None
+    depthwise: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the tensor is the leaf, transposed at most."""
+        return self == Layout(self.transposed)
 
 
 COPY = Layout()
@@ -112,14 +130,22 @@ def plan(
             f"{where} lacks {len(missing)} tensors that its configuration asks for: {_some(missing)}"
         )
     used: dict[str, str] = {}
+    split: dict[str, list[Layout]] = {}
     for assignment in assignments:
         for name in assignment.names:
-            if name in used:
+            layout = assignment.layout
+            partial = layout.part is not None or layout.columns is not None
+            if partial and (name in split or name not in used):
+                split.setdefault(name, []).append(layout)
+            elif name in used:
                 raise CheckpointError(
                     f"{where}: tensor {name!r} would fill both {used[name]} and {assignment.leaf}"
                 )
             used[name] = assignment.leaf
         _check_shape(assignment, store, where)
+    for name, layouts in split.items():
+        if not _make_up(layouts):
+            raise CheckpointError(f"{where}: the leaves that tensor {name!r} is split into do not make it up")
     patterns = [re.compile(pattern) for pattern in ignorable]
     unknown = [n for n in present.difference(used) if not any(p.fullmatch(n) for p in patterns)]
     if unknown:
@@ -128,6 +154,16 @@ def plan(
             f"{_some(sorted(unknown))}"
         )
     return assignments
+
+
+def _make_up(layouts: Sequence[Layout]) -> bool:
+    """Whether parts of one tensor take each of its rows, or columns, once."""
+    rows = [layout.part for layout in layouts if layout.part is not None]
+    if rows:
+        taken = np.sort(np.concatenate([part.index for part in rows]))
+        return len(rows) == len(layouts) and np.array_equal(taken, np.arange(rows[0].of))
+    columns = [layout.columns for layout in layouts if layout.columns is not None]
+    return sorted(columns) == [(first, columns[0][1]) for first in range(columns[0][1])]
 
 
 _NUMBERED = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d{1,9})\.")
@@ -154,13 +190,19 @@ def candidates(leaf: str, info: pytree.ArrayInfo, rules: Sequence[Rule]) -> Iter
 
 
 def _stored_shape(assignment: Assignment) -> tuple[int, ...]:
-    """The shape each tensor of the assignment must have in the file."""
+    """The shape of what each tensor of the assignment gives to the leaf."""
     shape = assignment.info.shape[1:] if assignment.stacked else assignment.info.shape
     return (*shape[:-2], shape[-1], shape[-2]) if assignment.layout.transposed else shape
 
 
 def _check_shape(assignment: Assignment, store: TensorStore, where: str) -> None:
-    right = _stored_shape(assignment)
+    right, layout = _stored_shape(assignment), assignment.layout
+    if layout.part is not None:
+        right = (layout.part.of, *right[1:])
+    if layout.columns is not None:
+        right = (*right[:-1], layout.columns[1] * right[-1])
+    if layout.depthwise:
+        right = (*right[:-1], 1, right[-1])
     for name in assignment.names:
         if store.shape(name) != right:
             raise CheckpointError(
@@ -207,6 +249,8 @@ def materialize(assignment: Assignment, store: TensorStore) -> np.ndarray:
     """The leaf's value in the dtype of its table entry."""
     out = aligned_empty(assignment.info.shape, np.dtype(assignment.info.dtype))
     layout, stored = assignment.layout, _stored_shape(assignment)
+    if layout.part is not None:
+        return _some_rows(assignment, layout.part, store, out)
     width = stored[-1] if stored else 1
     # Every leaf is a stack of matrices [rows, width] as stored; vectors are one row.
     height = stored[-2] if len(stored) > 1 else 1
@@ -222,6 +266,22 @@ def materialize(assignment: Assignment, store: TensorStore) -> np.ndarray:
             if layout.value:
                 rows = layout.value(rows.astype(np.float32))
             rows = layout.rows(rows) if layout.rows else rows
+            if layout.columns is not None:
+                rows = rows[:, layout.columns[0] :: layout.columns[1]]
             # Cast first: a cast into strided memory goes element by element.
             target[start:stop] = rows.astype(out.dtype, copy=False)
+    return out
+
+
+def _some_rows(assignment: Assignment, part: Part, store: TensorStore, out: np.ndarray) -> np.ndarray:
+    """``out`` filled with rows of one stored tensor."""
+    (name,) = assignment.names
+    layout = assignment.layout
+    whole = out.ndim == 1
+    rows = store.rows(name, 0, 1).reshape(-1, 1) if whole else store.rows(name, 0, part.of)
+    rows = rows[part.index]
+    if layout.value:
+        rows = layout.value(rows.astype(np.float32))
+    target = out.reshape(-1, 1) if whole else out.T if layout.transposed else out
+    target[...] = rows.astype(out.dtype, copy=False)
     return out

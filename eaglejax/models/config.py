@@ -26,13 +26,14 @@ class LayerSpec:
     ``window``: attention within so many positions, the query's own included (None: all). ``rope``: rotary
     settings. ``moe``: its feed-forward block is this mixture (None: the model's dense one). ``mixer``: how
     its tokens meet, ``nn.latent.LatentAttention`` or ``nn.recurrent.GatedDelta`` (None: the model's
-    grouped-query attention).
+    grouped-query attention). ``rotary`` False: positions turn nothing.
     """
 
     window: int | None = None
     rope: RopeConfig | None = None
     moe: MoeConfig | None = None
     mixer: Mixer | None = None
+    rotary: bool = True
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -48,9 +49,11 @@ class ModelConfig:
     ``layers``: one LayerSpec a layer, or none at all where no layer has anything of its own. ``norm_offset``:
     norm weights are stored as distance from one. ``sandwich_norms``: a second norm closes each of the two
     blocks of a layer before its residual sum. ``embed_scale`` (rounded to the embedding's dtype) multiplies
-    the embedding, ``query_scale`` the attention scores. Of rotated targets: ``qk_rotation`` turns queries and
-    keys behind RoPE by the Hadamard matrix of ``head_dim``, ``post_rotation`` what a closing norm yields by
-    the matrix of that name among the weights.
+    the embedding, ``query_scale`` the attention scores; ``logits_scaling`` divides the logits. What begins
+    with ``qk_norm``, ``attention_gate`` and ``attention_sinks``: see ``nn.block.GroupedQuery``; ``pre_norm``
+    and ``residual_scale``: see ``nn.block.Block``. Of rotated targets: ``qk_rotation`` turns queries and keys
+    behind RoPE by the Hadamard matrix of ``head_dim``, ``post_rotation`` what a closing norm yields by the
+    matrix of that name among the weights.
     """
 
     family: str
@@ -79,6 +82,13 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...] = ()
     qk_rotation: bool = False
     post_rotation: bool = False
+    qk_norm_whole: bool = False
+    qk_norm_last: bool = False
+    attention_gate: bool = False
+    attention_sinks: bool = False
+    pre_norm: bool = True
+    residual_scale: float | None = None
+    logits_scaling: float | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -106,10 +116,10 @@ class ModelConfig:
             rope_lib.frequencies(rope, self.head_dim)
 
     def layer(self, index: int) -> LayerSpec:
-        """What a layer has: its own, and the model's rotary settings where it has none (None: not rotated, as
-        with a mixer of its own)."""
+        """What a layer has: its own, and the model's rotary settings where it has none (None: it is not
+        rotated, or has a mixer of its own)."""
         spec = self.layers[index] if self.layers else LayerSpec()
-        if spec.mixer is not None or spec.rope is not None:
+        if spec.mixer is not None or spec.rope is not None or not spec.rotary:
             return spec
         return dataclasses.replace(spec, rope=self.rope)
 
@@ -118,7 +128,6 @@ class ModelConfig:
         spec = self.layer(index)
         mixer = spec.mixer
         if mixer is None:
-            assert spec.rope is not None
             mixer = GroupedQuery(
                 heads=self.num_heads,
                 kv_heads=self.num_kv_heads,
@@ -130,7 +139,11 @@ class ModelConfig:
                 qkv_bias=self.qkv_bias,
                 o_bias=self.o_bias,
                 qk_norm=self.qk_norm,
+                qk_norm_whole=self.qk_norm_whole,
+                qk_norm_last=self.qk_norm_last,
                 hadamard=self.qk_rotation,
+                sinks=self.attention_sinks,
+                gated=self.attention_gate,
             )
         return Block(
             hidden=self.hidden_size,
@@ -140,10 +153,15 @@ class ModelConfig:
             norm=Norm(self.norm_eps, self.norm_offset),
             sandwich=self.sandwich_norms,
             mlp_bias=self.mlp_bias,
+            pre_norm=self.pre_norm,
+            residual_scale=self.residual_scale,
         )
 
     def require_grouped(self, what: str) -> None:
-        """Raise ConfigError, saying that ``what`` knows grouped-query attention alone, for other mixers."""
+        """Raise ConfigError, saying that ``what`` knows grouped-query attention and gates that multiply, for
+        models of other parts."""
+        if self.activation == "swiglu_clamped":
+            raise ConfigError(f"{what} does not know the clamped gates of a {self.family} model")
         other = [i for i, layer in enumerate(self.layers) if layer.mixer is not None]
         if other:
             kind = type(self.layers[other[0]].mixer).__name__

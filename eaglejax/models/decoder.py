@@ -179,6 +179,8 @@ def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array
             logits = linear(hidden, params["embed"], transposed=True, dtype=jnp.float32)
         else:
             logits = linear(hidden, params["head"], dtype=jnp.float32)
+        if config.logits_scaling is not None:
+            logits = logits / config.logits_scaling
         if config.final_softcap is not None:
             logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
     tap("logits", logits)

@@ -18,7 +18,7 @@ from eaglejax.errors import ConfigError
 from eaglejax.kv_format import KVFormat, kv_format
 from eaglejax.nn import cache as caches
 from eaglejax.nn import kv_codec
-from eaglejax.nn.attention import attend
+from eaglejax.nn.attention import attend, attend_with_lse
 from eaglejax.nn.cache import SLOTS, Cache, CacheScales, Placement, put_row
 from eaglejax.nn.gather import take
 from eaglejax.nn.kv_codec import PackedKV, Stored
@@ -70,12 +70,20 @@ class KV:
         return KV(write(self.k, k, start), write(self.v, v, start))
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, at: Placement, **options: Any
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        at: Placement,
+        *,
+        sinks: jax.Array | None = None,
+        **options: Any,
     ) -> tuple[jax.Array, KV]:
         """Write N new tokens, then attend: ([B, N, Hq, dv], the cache with them, uncommitted).
 
         ``q`` [B, N, Hq, dk], ``k``, ``v`` [B, N, Hkv, d]. They take the last N of the M slots that
-        ``at.visible`` speaks of. ``options``: scale, window and softcap of ``nn.attention.attend``. A new
+        ``at.visible`` speaks of. ``options``: scale, window and softcap of ``nn.attention.attend``; ``sinks``
+        [Hq]: a score of each head that takes its share of the softmax and adds nothing. A new
         token is stored before anything reads it, so that it is seen by the tree it was verified in exactly as
         by all that comes after it.
 
@@ -85,16 +93,13 @@ class KV:
         for name, value in (("q", q), ("k", k), ("v", v)):
             tap(name, value)
         (keys, values), sound = store((self.k, self.v), (k, v), at)
-        out = attend(
-            q,
-            keys,
-            values,
-            at.lengths,
-            at.visible,
-            at.positions,
-            slot_positions=at.slot_positions,
-            **options,
-        )
+        over = (q, keys, values, at.lengths, at.visible, at.positions)
+        if sinks is None:
+            out = attend(*over, slot_positions=at.slot_positions, **options)
+        else:
+            out, total = attend_with_lse(*over, slot_positions=at.slot_positions, **options)
+            # exp(total) / (exp(total) + exp(sink)), without either.
+            out *= jax.nn.sigmoid(total - sinks.astype(jnp.float32))[..., None].astype(out.dtype)
         out = spoil(out, sound, at)
         tap("attention", out)
         return out, KV(keys, values)

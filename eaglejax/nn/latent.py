@@ -22,7 +22,7 @@ from eaglejax.nn.kv import join, move, spoil, store
 from eaglejax.nn.kv_codec import Stored
 from eaglejax.nn.linear import linear
 from eaglejax.nn.rope import Angles, RopeConfig, rotate
-from eaglejax.pytree import ArrayInfo
+from eaglejax.pytree import ArrayInfo, constant
 
 if TYPE_CHECKING:
     from eaglejax.nn.block import Norm, Weights
@@ -81,7 +81,9 @@ class LatentAttention:
     ``value_dim``, over a latent of ``latent_dim``.
 
     ``query_rank``: width that queries pass through, normalised (None: they are projected at once). ``scale``
-    multiplies scores. Rotary pairs are (i, i + rope_dim / 2), as everywhere here.
+    multiplies scores. ``norm_eps``: of the two norms inside (None: the layer's). ``bias``: the
+    projections from and to the residual stream have one, but for queries that are projected at once. Rotary
+    pairs are (i, i + rope_dim / 2), as everywhere here.
     """
 
     heads: int
@@ -92,10 +94,12 @@ class LatentAttention:
     scale: float
     rope: RopeConfig
     query_rank: int | None = None
+    norm_eps: float | None = None
+    bias: bool = False
 
     def table(self, wide: int, hidden: int, norm: Norm, dtype: Any) -> Weights:
         """q [I, Hq*(dp+dr)], or q_a [I, rq], q_a_norm [rq], q_b [rq, Hq*(dp+dr)]; kv_a [I, r+dr], kv_a_norm
-        [r]; k_b [r, Hq*dp], v_b [r, Hq*dv]; o [Hq*dv, H]."""
+        [r]; k_b [r, Hq*dp], v_b [r, Hq*dv]; o [Hq*dv, H]; q_a_bias, kv_a_bias, o_bias."""
         queries = self.heads * (self.plain_dim + self.rope_dim)
         r = self.latent_dim
         table: Weights = {
@@ -105,8 +109,13 @@ class LatentAttention:
             "v_b": ArrayInfo((r, self.heads * self.value_dim), dtype, (None, "heads")),
             "o": ArrayInfo((self.heads * self.value_dim, hidden), dtype, ("heads", "embed")),
         }
+        if self.bias:
+            table["kv_a_bias"] = ArrayInfo((r + self.rope_dim,), dtype, (None,), constant(0.0))
+            table["o_bias"] = ArrayInfo((hidden,), dtype, (None,), constant(0.0))
         if self.query_rank is None:
             return table | {"q": ArrayInfo((wide, queries), dtype, ("embed", "heads"))}
+        if self.bias:
+            table["q_a_bias"] = ArrayInfo((self.query_rank,), dtype, (None,), constant(0.0))
         return table | {
             "q_a": ArrayInfo((wide, self.query_rank), dtype, ("embed", None)),
             "q_a_norm": norm.table(self.query_rank, dtype),
@@ -124,13 +133,16 @@ class LatentAttention:
         """See ``nn.block.Mixer``."""
         b, n, _ = y.shape
         r, heads = self.latent_dim, self.heads
+        if self.norm_eps is not None:
+            norm = dataclasses.replace(norm, eps=self.norm_eps)
         turn = angles.of(self.rope, self.rope_dim)
         if self.query_rank is None:
             q = linear(y, weights["q"])
         else:
-            q = linear(norm(linear(y, weights["q_a"]), weights["q_a_norm"]), weights["q_b"])
+            narrow = linear(y, weights["q_a"], weights.get("q_a_bias"))
+            q = linear(norm(narrow, weights["q_a_norm"]), weights["q_b"])
         q = q.reshape(b, n, heads, self.plain_dim + self.rope_dim)
-        compressed = linear(y, weights["kv_a"])
+        compressed = linear(y, weights["kv_a"], weights.get("kv_a_bias"))
         latent = norm(compressed[..., :r], weights["kv_a_norm"])
         rotary = rotate(compressed[:, :, None, r:], *turn)[:, :, 0]
         # <q, K c> = <K^T q, c>: keys are never expanded.
@@ -144,4 +156,5 @@ class LatentAttention:
         )
         v_b = weights["v_b"].reshape(r, heads, self.value_dim)
         values = jnp.einsum("bnhr,rhd->bnhd", out, v_b, preferred_element_type=jnp.float32)
-        return linear(values.astype(y.dtype).reshape(b, n, -1), weights["o"]), memory
+        out = values.astype(y.dtype).reshape(b, n, -1)
+        return linear(out, weights["o"], weights.get("o_bias")), memory

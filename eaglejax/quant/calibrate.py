@@ -22,8 +22,11 @@ from eaglejax.nn.visible import Seen
 from eaglejax.pytree import leaf_paths, unflatten
 from eaglejax.quant.schemes import INNER
 
-FLOAT = ("post_rotation",)
-"""Matrices of the parameter table that are no learnt weight: a rounded rotation would be none."""
+
+def is_float(path: str) -> bool:
+    """Whether a matrix of the parameter table is never quantised: a rounded rotation would be none, biases
+    are added, and the gate of a shared expert has one column."""
+    return path == "post_rotation" or path.endswith(("_bias", ".shared_gate"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +72,7 @@ def weight_paths(config: ModelConfig, params: Any) -> list[str]:
     A matrix inside a wrapper counts by its own path, ``layers.3.down.inner``.
     """
     table = leaf_paths(decoder.param_table(config))
-    matrices = {path for path, info in table.items() if len(info.shape) > 1 and path not in FLOAT}
+    matrices = {path for path, info in table.items() if len(info.shape) > 1 and not is_float(path)}
     return [path for path in leaf_paths(params) if path.removesuffix(INNER) in matrices]
 
 

@@ -23,6 +23,21 @@ LEAST = 1e-5
 """Smallest factor: an input channel or a weight row of zeros must not make one of zero or infinity."""
 
 
+_ABSORBING = (
+    ("v", "o"),
+    ("up", "down"),
+    ("experts.up", "experts.down"),
+    ("shared.up", "shared.down"),
+)
+"""Products whose columns can be divided for the rows of the next."""
+
+_BEHIND_MLP_NORM = (
+    *("gate", "up", "router", "experts.gate", "experts.up"),
+    *("shared.gate", "shared.up", "shared_gate"),
+)
+"""What reads the norm before a feed-forward block; where one of them is not quantised, the norm stays."""
+
+
 @dataclasses.dataclass
 class Smoothing:
     """What changes, by parameter path.
@@ -65,18 +80,18 @@ def plan_smoothing(
     for i in range(config.num_layers):
         layer = f"layers.{i}."
         # Whatever divides a weight's columns comes first: the norm's factors look at its rows.
-        sources = [("v", "o"), ("up", "down"), ("experts.up", "experts.down")]
+        sources = [(a, b) for a, b in _ABSORBING if layer + a in present]
         for source, reader in sources:
             if quantised.issuperset({layer + source, layer + reader}):
                 planner.into_columns(layer, source, reader)
                 done.add(layer + reader)
         norms = {
-            "attn_norm": ("q", "k", "v"),
-            "mlp_norm": ("gate", "up", "router", "experts.gate", "experts.up"),
+            "attn_norm": ("q", "k", "v", "q_gate"),
+            "mlp_norm": _BEHIND_MLP_NORM,
         }
         for norm, names in norms.items():
-            readers = [layer + name for name in names if layer + name in present]
-            if readers and quantised.issuperset(readers):
+            readers = [layer + name for name in names if layer + name in leaves]
+            if readers and layer + norm in leaves and quantised.issuperset(readers):
                 planner.into_norm(layer + norm, readers)
                 done.update(readers)
     for path in paths:

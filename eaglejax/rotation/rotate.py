@@ -135,6 +135,14 @@ def rotate_target(
     if target.quantization is not None:
         raise ConfigError(f"{target.name} is quantised ({target.quantization}): rotate first, then quantise")
     config.require_grouped("a rotation")
+    if not config.pre_norm and rotation is not None:
+        raise ConfigError(
+            f"a {config.family} model has no norms before its layers, which a turned stream needs"
+        )
+    if config.attention_gate and r2:
+        raise ConfigError(
+            f"R2 turns each head's values, and a {config.family} model gates them one by one; leave R2 out"
+        )
     mixtures = [config.layer(i).moe for i in range(config.num_layers)]
     for order, wanted in (
         (config.head_dim, r3),
@@ -214,17 +222,18 @@ def _residual(config: ModelConfig, params: Any, q: np.ndarray) -> tuple[ModelCon
             norm_weight(old["mlp_norm"], config),
         )
         new |= {"attn_norm": plain(old["attn_norm"]), "mlp_norm": plain(old["mlp_norm"])}
-        new |= {name: reads(old[name], before) for name in "qkv"}
-        new |= {name: reads(old[name], between) for name in ("gate", "up", "router") if name in old}
-        if "experts" in old:
-            experts = {name: reads(old["experts"][name], between) for name in ("gate", "up")}
-            new["experts"] = old["experts"] | experts
+        new |= {name: reads(old[name], before) for name in ("q", "k", "v", "q_gate") if name in old}
+        behind = ("gate", "up", "router", "shared_gate")
+        new |= {name: reads(old[name], between) for name in behind if name in old}
+        several = [name for name in ("experts", "shared") if name in old]
+        for part in several:
+            new[part] = old[part] | {name: reads(old[part][name], between) for name in ("gate", "up")}
         if config.sandwich_norms:
             return new  # each block's last norm has its gamma behind it: the turn follows online
         new["o"] = writes(old["o"])
-        if "experts" in old:
-            new["experts"] |= {"down": writes(old["experts"]["down"])}
-        else:
+        for part in several:
+            new[part] |= {"down": writes(old[part]["down"])}
+        if "down" in old:
             new["down"] = writes(old["down"])
         return new | {name: writes(old[name]) for name in ("o_bias", "down_bias") if name in old}
 

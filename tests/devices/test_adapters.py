@@ -192,7 +192,7 @@ BASE = ModelConfig(
     rope=RopeConfig(),
     query_scale=1.0,
 )
-MOE = MoeConfig(5, 2, 16, softmax_first=True, normalize=False)
+MOE = MoeConfig(5, 2, 16, scores="softmax", normalize=False)
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,12 @@ CONFIGS: dict[str, ModelConfig] = {
             "layers": (LayerSpec(), LayerSpec(window=5)),
         },
         "mistral": {"layers": (LayerSpec(window=5),) * 2, "rope": LONG},
-        "mixtral": {
-            "layers": (LayerSpec(moe=MoeConfig(4, 2, 20, softmax_first=False, normalize=False)),) * 2
-        },
+        "mixtral": {"layers": (LayerSpec(moe=MoeConfig(4, 2, 20, scores="of chosen", normalize=False)),) * 2},
         "qwen2": {"qkv_bias": True, "layers": (LayerSpec(), LayerSpec(window=5))},
         "qwen3": {"qk_norm": True, "rope": RopeConfig("dynamic", max_position=32, context=64, factor=2.0)},
         "qwen3_moe": {
             "qk_norm": True,
-            "layers": (LayerSpec(), LayerSpec(moe=MoeConfig(5, 3, 20, softmax_first=True, normalize=True))),
+            "layers": (LayerSpec(), LayerSpec(moe=MoeConfig(5, 3, 20, scores="softmax", normalize=True))),
         },
         "gemma3": {
             "qk_norm": True,

@@ -99,9 +99,9 @@ def experts():
 
 
 MIXTURES = [
-    MoeConfig(E, 2, F, softmax_first=True, normalize=True),
-    MoeConfig(E, 3, F, softmax_first=True, normalize=False),
-    MoeConfig(E, 2, F, softmax_first=False, normalize=False),
+    MoeConfig(E, 2, F, scores="softmax", normalize=True),
+    MoeConfig(E, 3, F, scores="softmax", normalize=False),
+    MoeConfig(E, 2, F, scores="of chosen", normalize=False),
 ]
 
 
@@ -114,7 +114,7 @@ def test_mixture_equals_the_loop_over_its_experts(moe, experts):
         chosen = np.argsort(-logits[at])[: moe.top_k]
         every = np.exp(logits[at] - logits[at].max())
         weights = every[chosen] / (
-            every.sum() if moe.softmax_first and not moe.normalize else every[chosen].sum()
+            every.sum() if moe.scores == "softmax" and not moe.normalize else every[chosen].sum()
         )
         for e, weight in zip(chosen, weights, strict=True):
             mlp = {name: w[e] for name, w in experts["experts"].items()}
@@ -138,11 +138,12 @@ def test_a_token_does_not_depend_on_its_batch_mates(experts):
 
 def test_a_mixture_cannot_ask_for_more_experts_than_it_has():
     with pytest.raises(ConfigError, match="1 to 4"):
-        MoeConfig(4, 5, F, softmax_first=True, normalize=True)
+        MoeConfig(4, 5, F, scores="softmax", normalize=True)
 
 
 def test_every_activation_is_smooth_at_its_name():
     x = jnp.linspace(-3, 3, 7)
     assert {name: float(act(x)[-1]) for name, act in ACTIVATIONS.items()} == pytest.approx(
-        {"silu": 2.857722, "gelu": 2.995950, "gelu_tanh": 2.996363, "relu": 3.0}, abs=1e-5
+        {"silu": 2.857722, "gelu": 2.995950, "gelu_tanh": 2.996363, "relu": 3.0, "swiglu_clamped": 2.981933},
+        abs=1e-5,
     )

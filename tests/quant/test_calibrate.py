@@ -46,7 +46,7 @@ def test_chunks_and_what_fills_them_up_change_nothing() -> None:
         tie_embeddings=True,
         layers=(
             LayerSpec(window=11),
-            LayerSpec(moe=MoeConfig(4, 2, 16, softmax_first=True, normalize=True)),
+            LayerSpec(moe=MoeConfig(4, 2, 16, scores="softmax", normalize=True)),
         ),
     )
     target = Target(config=config, params=lively(config, 5), dtype=np.dtype("float32"), context=CONTEXT)

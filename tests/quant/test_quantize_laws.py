@@ -33,7 +33,7 @@ SCHEMES = {
 PROPOSERS = ("ngram", "prediction", "chain_3", "mixed")
 WIDTHS = (2, 3, 4, 8, 9, 17)
 """Nodes of a verification, against single tokens."""
-MOE = MoeConfig(4, 2, 16, softmax_first=True, normalize=True)
+MOE = MoeConfig(4, 2, 16, scores="softmax", normalize=True, shared=16, shared_gate=True)
 RANDOM = np.random.default_rng(4).integers(0, VOCAB, 36).astype(np.int32)
 
 

@@ -9,6 +9,7 @@ import hf_export
 import jax
 import jax.numpy as jnp
 import numpy as np
+import published
 import pytest
 
 from eaglejax.checkpoint.basis_file import read_basis, write_basis
@@ -26,7 +27,7 @@ TOKENS = np.random.default_rng(3).integers(1, 48, (2, 10)).astype(np.int32)
 
 @functools.cache
 def target(name: str) -> Target:
-    _, config, params = hf_export.build(name)
+    config, params = published.case(name)[:2] if name in published.TARGETS else hf_export.build(name)[1:]
     return Target(config=config, params=params, dtype=np.dtype("float32"), context=config.max_position)
 
 
@@ -54,7 +55,7 @@ def gamma_of(t: Target) -> np.ndarray:
 
 
 # F of the families (40, 24) and head sizes (8, 12) all have Hadamard matrices; so has H = 32.
-@pytest.mark.parametrize("name", hf_export.FAMILIES)
+@pytest.mark.parametrize("name", [*hf_export.FAMILIES, "granite", "qwen2_moe"])
 def test_logits_are_the_original_and_features_are_turned(name):
     """Everything at once: norms, R1, R2, R3, R4; random orthogonal, so that no symmetry hides a transpose."""
     plain, rotation = target(name), Rotation("random", H, seed=2)

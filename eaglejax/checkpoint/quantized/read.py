@@ -15,9 +15,6 @@ from eaglejax.checkpoint.basis_file import find_basis, read_basis
 from eaglejax.checkpoint.files import progress, read_json, weight_files
 from eaglejax.checkpoint.hf import (
     DESCRIPTION,
-    IGNORABLE,
-    IGNORABLE_OF,
-    RULES,
     STEM,
     NormalizedStore,
     QuantizedForm,
@@ -27,6 +24,7 @@ from eaglejax.checkpoint.hf import (
     quantized_form,
     settle_tying,
 )
+from eaglejax.checkpoint.names import ignorable_of, rules_of
 from eaglejax.checkpoint.quantized.compressed_tensors import config as quant_compressed
 from eaglejax.checkpoint.quantized.compressed_tensors import tensors as compressed_tensors
 from eaglejax.checkpoint.quantized.modelslim import layout as quant_modelslim
@@ -78,7 +76,7 @@ def load_quantized(folder: Path, dtype: Any, *, context: int | None = None) -> Q
     where = str(folder)
     store = NormalizedStore(open_quantized(folder, form), where)
     check_layers(store.names(), config.num_layers, where)
-    ignorable = (*IGNORABLE, *IGNORABLE_OF.get(config.family, ()))
+    ignorable = ignorable_of(config)
     scales = None
     hidden: tuple[str, ...] = ()
     rotated = False
@@ -158,7 +156,7 @@ def matrices_of(config: ModelConfig) -> list[str]:
     return [
         name.removesuffix(".weight")
         for leaf, info in table.items()
-        for assignment in candidates(leaf, info, RULES[config.family])
+        for assignment in candidates(leaf, info, rules_of(config))
         if assignment.layout.transposed
         for name in assignment.names
     ]
@@ -183,7 +181,7 @@ def _leaves(
     store = QuantizedStore(files, encoded, hidden)
     config, tied = settle_tying(config, store, where)
     table = param_table(config, dtype)
-    assignments = plan(table, RULES[config.family], store, where=where, ignorable=(*ignorable, *tied))
+    assignments = plan(table, rules_of(config), store, where=where, ignorable=(*ignorable, *tied))
     store.check_dtypes(name for assignment in assignments for name in assignment.names)
     leaves = {}
     with progress(f"loading {Path(where).name}", len(assignments)) as advance:
@@ -202,6 +200,11 @@ def _leaf(assignment: Assignment, store: QuantizedStore, dtype: Any, where: str)
         not rest,
         f"{where}: {assignment.leaf} is quantised in part: {packed[0]} is, {rest[:1]} is not; experts of a "
         "layer are read when quantised alike",
+    )
+    require(
+        assignment.layout.whole,
+        f"{where}: {packed[0]} is quantised, and {assignment.leaf} is a part of it or has its rows in "
+        "another order; read the float weights and quantise them here",
     )
     return from_parts(
         (store.encoded[name].decode() for name in assignment.names),

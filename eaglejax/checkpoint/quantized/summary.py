@@ -15,14 +15,12 @@ from typing import Any
 from eaglejax.checkpoint.basis_file import find_basis, read_basis
 from eaglejax.checkpoint.files import read_json
 from eaglejax.checkpoint.hf import (
-    IGNORABLE,
-    IGNORABLE_OF,
     MARKER,
-    RULES,
     NormalizedStore,
     plain_name,
     quantized_form,
 )
+from eaglejax.checkpoint.names import ignorable_of, rules_of
 from eaglejax.checkpoint.quantized.compressed_tensors import tensors as compressed_tensors
 from eaglejax.checkpoint.quantized.modelslim import read as modelslim_read
 from eaglejax.checkpoint.quantized.own import read as own_read
@@ -81,7 +79,7 @@ def summary(folder: Path) -> dict[str, Any]:
         cache = f"{asked.name}, seed {asked.seed}" if isinstance(asked, KVFormat) else asked
     else:
         store = NormalizedStore(files, str(folder))
-        ignorable = (*IGNORABLE, *IGNORABLE_OF.get(config.family, ()))
+        ignorable = ignorable_of(config)
         if form == "modelslim":
             description = read_description(folder)
             modelslim_read.check_complete(description, store, ignorable)
@@ -129,7 +127,7 @@ def _foreign(
     tied = config.tie_embeddings and "lm_head.weight" not in names
     for leaf, info in leaf_paths(param_table(dataclasses.replace(config, tie_embeddings=tied))).items():
         if len(info.shape) > 1:
-            possible = [a.names for a in candidates(leaf, info, RULES[config.family])]
+            possible = [a.names for a in candidates(leaf, info, rules_of(config))]
             found = next((n for n in possible if names.issuperset(n)), ())
             yield leaf, [kinds.get(name) for name in found]
 

@@ -19,7 +19,8 @@ from eaglejax.checkpoint.basis_file import write_basis
 from eaglejax.checkpoint.files import read_json
 from eaglejax.checkpoint.gguf.metadata import config_from_metadata
 from eaglejax.checkpoint.gguf.reader import GGUFFile
-from eaglejax.checkpoint.hf import DESCRIPTION, MARKER, RULES, STEM, QuantizedForm, index_name
+from eaglejax.checkpoint.hf import DESCRIPTION, MARKER, STEM, QuantizedForm, index_name
+from eaglejax.checkpoint.names import rules_of
 from eaglejax.checkpoint.quantized.compressed_tensors import config as quant_compressed
 from eaglejax.checkpoint.quantized.compressed_tensors import tensors as compressed_tensors
 from eaglejax.checkpoint.quantized.modelslim import layout as quant_modelslim
@@ -125,6 +126,10 @@ def check_form(target: Target, form: QuantizedForm) -> None:
         ),
         (not arrays, "a target without quantised weights"),
         (
+            any(not assignment.layout.whole for assignment, _ in _assigned(target)),
+            f"the fused or reordered tensors of a {config.family} model",
+        ),
+        (
             cache is not None and not (static and form == "modelslim"),
             f"a cache format ({'' if cache is None else cache.name})",
         ),
@@ -198,7 +203,7 @@ def _assigned(target: Target) -> Iterator[tuple[Assignment, Any]]:
     """Every leaf with the names that its tensors have in a Hugging Face folder."""
     table = leaf_paths(param_table(target.config, target.dtype))
     for path, value in quant_own.packed_leaves(target.params).items():
-        yield next(candidates(path, table[path], RULES[target.config.family])), value
+        yield next(candidates(path, table[path], rules_of(target.config))), value
 
 
 def _parts(

@@ -209,7 +209,7 @@ class EagleConfig:
             self.num_experts,
             self.experts_per_token,
             self.moe_intermediate_size,
-            softmax_first=True,
+            scores="softmax",
             normalize=True,
         )
 

@@ -30,8 +30,13 @@ def rope_spec(rope: RopeConfig, head_dim: int) -> RopeSpec:
 
 
 def moe_spec(moe: MoeConfig | None) -> MoeSpec | None:
-    """How experts are chosen and mixed."""
-    return None if moe is None else MoeSpec(moe.experts, moe.top_k, moe.softmax_first, moe.normalize)
+    """How experts are chosen and mixed. Raises ConfigError for what the torch side does not compute."""
+    if moe is None:
+        return None
+    check_known(moe, {"experts", "top_k", "intermediate_size", "scores", "normalize"}, "mixture of experts")
+    if moe.scores == "sigmoid":
+        raise ConfigError("the torch mixture of experts does not weight by sigmoids")
+    return MoeSpec(moe.experts, moe.top_k, moe.scores == "softmax", moe.normalize)
 
 
 def tree_spec(tree: DynamicTree | StaticTree, *, min_confidence: float = 0.0) -> TreeSpec:

@@ -1,0 +1,209 @@
+"""Families of grouped-query attention whose feed-forward blocks are mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eaglejax.errors import ConfigError
+from eaglejax.models.config import LayerSpec
+from eaglejax.models.config_reader import ConfigReader
+from eaglejax.models.family import (
+    Family,
+    Layers,
+    alternating,
+    every_so_many,
+    experts,
+    kinds_or,
+    no_layers,
+    one_window,
+    sliding,
+    with_mixture,
+)
+from eaglejax.nn.moe import MoeConfig
+
+
+def qwen_mixture(read: ConfigReader) -> MoeConfig:
+    """Softmax over all experts; with a shared one behind a gate where the config says how wide it is."""
+    shared = "shared_expert_intermediate_size" in read.defaults
+    return MoeConfig(
+        experts(read),
+        read.integer("num_experts_per_tok"),
+        read.integer("moe_intermediate_size"),
+        scores="softmax",
+        normalize=read.flag("norm_topk_prob"),
+        shared=read.integer("shared_expert_intermediate_size") if shared else 0,
+        shared_gate=shared,
+    )
+
+
+def sigmoid_mixture(read: ConfigReader) -> MoeConfig:
+    """Sigmoid scores with a correction, compared in groups (DeepSeek-V3, arXiv:2412.19437 eq. 12 to 16)."""
+    if (
+        read.choice("scoring_func", "sigmoid") != "sigmoid"
+        or read.choice("topk_method", "noaux_tc") != "noaux_tc"
+    ):
+        raise ConfigError(
+            f"scoring_func {read.get('scoring_func')!r:.40}, topk_method {read.get('topk_method')!r:.40} are "
+            f"not how {read.family} models choose experts: by sigmoids, noaux_tc"
+        )
+    width = read.integer("moe_intermediate_size")
+    return MoeConfig(
+        experts(read),
+        read.integer("num_experts_per_tok"),
+        width,
+        scores="sigmoid",
+        normalize=read.flag("norm_topk_prob"),
+        correction=True,
+        groups=read.integer("n_group"),
+        top_groups=read.integer("topk_group"),
+        group_best=2,
+        scale=read.number("routed_scaling_factor") or 1.0,
+        shared=width * read.integer("n_shared_experts", least=0),
+    )
+
+
+def behind_dense(read: ConfigReader, count: int) -> tuple[bool, ...]:
+    """Which layers are mixtures: all but the first ``first_k_dense_replace``."""
+    if read.integer("moe_layer_freq", 1) != 1:
+        raise ConfigError(f"moe_layer_freq is {read.get('moe_layer_freq')}; only 1 is known to be used")
+    first = read.integer("first_k_dense_replace", least=0)
+    return tuple(i >= first for i in range(count))
+
+
+def _mixtral_layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
+    moe = MoeConfig(
+        experts(read),
+        read.integer("num_experts_per_tok"),
+        read.integer("intermediate_size"),
+        scores="of chosen",
+        normalize=False,
+    )
+    return with_mixture(one_window(read, count, context), moe, (True,) * count)
+
+
+def _qwen_layers(windows: Layers) -> Layers:
+    def layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
+        return with_mixture(windows(read, count, context), qwen_mixture(read), every_so_many(read, count))
+
+    return layers
+
+
+def _qwen2_windows(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
+    """Every second of the first ``max_window_layers`` layers slides."""
+    del context
+    if not read.flag("use_sliding_window"):
+        return ()
+    most = read.integer("max_window_layers", least=0)
+    return sliding(
+        read, kinds_or(read, count, lambda: tuple(bool((i + 1) % 2) and i < most for i in range(count)))
+    )
+
+
+def _glm_layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
+    return with_mixture(no_layers(read, count, context), sigmoid_mixture(read), behind_dense(read, count))
+
+
+def _minimax_layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
+    moe = MoeConfig(
+        experts(read),
+        read.integer("num_experts_per_tok"),
+        read.integer("intermediate_size"),
+        scores="sigmoid",
+        normalize=True,
+        correction=True,
+    )
+    return with_mixture(no_layers(read, count, context), moe, (True,) * count)
+
+
+def _minimax_fields(read: ConfigReader) -> dict[str, Any]:
+    if read.choice("scoring_func", "sigmoid") != "sigmoid" or not read.flag("use_qk_norm"):
+        raise ConfigError("a minimax_m2 model scores experts by sigmoids and normalises queries and keys")
+    return {"qk_norm": True, "qk_norm_whole": True}
+
+
+def _gpt_oss_layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
+    if (read.number("swiglu_alpha"), read.number("swiglu_limit")) != (1.702, 7.0):
+        raise ConfigError("swiglu_alpha and swiglu_limit are known as 1.702 and 7 alone")
+    moe = MoeConfig(
+        experts(read),
+        read.integer("num_experts_per_tok", read.get("experts_per_token")),
+        read.integer("intermediate_size"),
+        scores="of chosen",
+        normalize=False,
+        router_bias=True,
+        bias=True,
+    )
+    return with_mixture(alternating(2)(read, count, context), moe, (True,) * count)
+
+
+_QWEN_MIXTURE = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
+}
+
+FAMILIES: dict[str, Family] = {
+    "mixtral": Family({"sliding_window": None, "rope_theta": 1e6, "rms_norm_eps": 1e-5}, _mixtral_layers),
+    "qwen2_moe": Family(
+        {
+            **_QWEN_MIXTURE,
+            "max_window_layers": 28,
+            "qkv_bias": True,
+            "shared_expert_intermediate_size": 5632,
+        },
+        _qwen_layers(_qwen2_windows),
+        lambda read: {"qkv_bias": read.flag("qkv_bias"), "o_bias": False},
+    ),
+    "qwen3_moe": Family(
+        {**_QWEN_MIXTURE, "attention_bias": False},
+        _qwen_layers(one_window),
+        lambda read: {"qk_norm": True},
+    ),
+    "glm4_moe": Family(
+        {
+            "attention_bias": False,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "rms_norm_eps": 1e-5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
+        _glm_layers,
+        lambda read: {"o_bias": False, "qk_norm": read.flag("use_qk_norm")},
+    ),
+    "minimax_m2": Family(
+        {
+            "head_dim": 128,
+            "rope_theta": 5e6,
+            "use_qk_norm": True,
+            "scoring_func": "sigmoid",
+            "rotary_dim": None,
+        },
+        _minimax_layers,
+        _minimax_fields,
+    ),
+    "gpt_oss": Family(
+        {
+            "head_dim": 64,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        _gpt_oss_layers,
+        lambda read: {"activation": "swiglu_clamped", "attention_sinks": True},
+    ),
+}
+"""By ``model_type``."""
