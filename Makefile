@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# Two test processes fit two cores and 8 GB of memory; more cores may take more.
+# Two test processes fit two cores and 8 GB of memory; more cores may take more. A file's tests share what they
+# compile, and so a process.
 WORKERS ?= 2
 
 .PHONY: demo test test-all lint clean
@@ -12,10 +13,10 @@ demo: $(VENV)/.run-stamp
 	$(BIN)/eaglejax demo
 
 test: $(VENV)/.dev-stamp
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-all: $(VENV)/.dev-stamp
-	$(BIN)/python -m pytest -n $(WORKERS) -m ""
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m ""
 
 lint: $(VENV)/.dev-stamp
 	$(BIN)/ruff check .

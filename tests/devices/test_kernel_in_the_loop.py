@@ -96,7 +96,7 @@ def decode(kind, attention):
     return run.results()
 
 
-@pytest.mark.parametrize("kind", ["ngram chain", "eagle tree"])
+@pytest.mark.parametrize("kind", ["ngram chain", pytest.param("eagle tree", marks=pytest.mark.slow)])
 def test_the_tokens_do_not_change_when_the_kernel_does(kind, monkeypatch):
     calls = []
     kernel = attention_module.IMPLEMENTATIONS["pallas"]

@@ -17,8 +17,15 @@ DRIVER = Path(__file__).parent / "native" / "products_driver.cc"
 @pytest.mark.skipif(
     bool(MISSING), reason=f"Arm levels are not tested here: there is no {' and no '.join(MISSING)}"
 )
-@pytest.mark.parametrize("level", ["dotprod", "neon"])
-@pytest.mark.parametrize("kernel", [quant_matmul.cpu.KERNEL, dense_matmul.cpu.KERNEL], ids=lambda k: k.op)
+@pytest.mark.parametrize(
+    ("kernel", "level"),
+    [
+        (quant_matmul.cpu.KERNEL, "dotprod"),
+        (dense_matmul.cpu.KERNEL, "neon"),
+        pytest.param(quant_matmul.cpu.KERNEL, "neon", marks=pytest.mark.slow),
+        pytest.param(dense_matmul.cpu.KERNEL, "dotprod", marks=pytest.mark.slow),
+    ],
+)
 def test_products_on_arm_are_those_of_plain_loops_and_rows_are_independent(kernel, level, tmp_path):
     program = tmp_path / "driver"
     include = ["-I", str(native.INCLUDE), "-isystem", jax.ffi.include_dir()]
