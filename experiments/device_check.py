@@ -261,7 +261,7 @@ def time_model(bench: Bench) -> Iterator[Case]:
     name, other = "xla", devices.XLA
     if adapter.attention.implementation == "xla":
         name = "kernel"
-        other = devices.Attention("pallas", kernel=bench.kernel, interpret=bench.interpret or None)
+        other = devices.Attention(bench.kernel, interpret=bench.interpret or None)
     for how, attention in (("the adapter's choice", None), (name, other)):
         for nodes in sizes.verified:
             yield f"{nodes} nodes, attention by {how}", functools.partial(measure, nodes, attention)

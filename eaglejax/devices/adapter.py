@@ -14,6 +14,10 @@ from eaglejax.devices.dtypes import dtype_bytes
 from eaglejax.errors import ConfigError
 
 KERNELS = ("tpu", "gpu")
+"""The Pallas kernels, by the device that they are for."""
+
+IMPLEMENTATIONS = ("xla", *KERNELS, "cpu")
+"""Ways to compute attention, in the words of ``kernels_pallas.dispatch``."""
 
 OPERATIONS = {
     "quant_matmul": ("auto", "xla", "tpu", "gpu", "cpu"),
@@ -28,37 +32,33 @@ OPERATIONS = {
 class Attention:
     """How attention is computed; hashable, a compile-time constant.
 
-    ``implementation``: "xla", "pallas", or "native", the C++ kernel of a CPU. ``kernel``: which Pallas
-    kernel, "tpu" or "gpu" (None: the device's; on a CPU the TPU's). ``interpret``: run the kernel's Python on
-    the backend at hand instead of compiling it (None: exactly where the backend is not the kernel's own;
-    False: compile, also ahead of time for a device that is not there). ``block_kv``: cache slots that the TPU
-    kernel handles at a time (None: its own heuristic). Raises ConfigError for what cannot be.
+    ``implementation``: "xla", a Pallas kernel, "tpu" or "gpu", or "cpu", the C++ kernel. ``interpret``: run a
+    Pallas kernel's Python on the backend at hand instead of compiling it (None: exactly where the backend is
+    not the kernel's own; False: compile, also ahead of time for a device that is not there). ``block_kv``:
+    cache slots that the TPU kernel handles at a time (None: its own heuristic). Raises ConfigError for what
+    cannot be.
     """
 
     implementation: str = "xla"
-    kernel: str | None = None
     interpret: bool | None = None
     block_kv: int | None = None
 
     def __post_init__(self) -> None:
-        if self.implementation not in ("xla", "pallas", "native"):
+        if self.implementation not in IMPLEMENTATIONS:
             raise ConfigError(
-                f"attention {self.implementation!r} is not known; use 'xla', 'pallas' or 'native'"
+                f"attention {self.implementation!r} is not known; use one of {', '.join(IMPLEMENTATIONS)}"
             )
-        if self.kernel is not None and self.kernel not in KERNELS:
+        if self.implementation not in KERNELS and (self.interpret, self.block_kv) != (None, None):
             raise ConfigError(
-                f"attention kernel {self.kernel!r} is not known; use one of {', '.join(KERNELS)}"
-            )
-        if self.implementation != "pallas" and (self.kernel, self.interpret, self.block_kv) != (None,) * 3:
-            raise ConfigError(
-                f"kernel, interpret and block_kv belong to attention 'pallas', not to {self.implementation!r}"
+                "interpret and block_kv belong to the Pallas kernels, attention 'tpu' or 'gpu', not to "
+                f"{self.implementation!r}"
             )
         if self.block_kv is not None and (self.block_kv < 128 or self.block_kv % 128):
             raise ConfigError(f"block_kv is {self.block_kv}; it must be a positive multiple of 128")
 
 
 XLA = Attention()
-NATIVE = Attention("native")
+CPU = Attention("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,28 +161,22 @@ def check_runs(adapter: Adapter, attention: Attention) -> None:
     """Raise ConfigError where ``attention`` neither compiles for the device nor is to be interpreted."""
     if attention.implementation == "xla":
         return
-    if attention.implementation == "native":
+    if attention.implementation == "cpu":
         from kernels_pallas import cache_attention
 
         refusal = "runs on a CPU" if adapter.platform != "cpu" else cache_attention.KERNEL.unavailable()
         if refusal:
-            raise ConfigError(f"the native attention kernel {refusal}; use attention 'xla'")
+            raise ConfigError(f"the 'cpu' attention kernel {refusal}; use attention 'xla'")
         return
-    kernel = resolve_kernel(adapter, attention)
-    native = kernel in adapter.kernels
-    if native or attention.interpret or (attention.interpret is None and kernel != adapter.platform):
+    kernel = attention.implementation
+    if (
+        kernel in adapter.kernels
+        or attention.interpret
+        or (attention.interpret is None and kernel != adapter.platform)
+    ):
         return
     can = [f"the {name!r} kernel" for name in adapter.kernels]
     can += ["the 'tpu' kernel with interpret = true (slow, for checking)", "attention 'xla'"]
     raise ConfigError(
         f"the {kernel!r} attention kernel cannot be compiled for {adapter.name}; it runs {', '.join(can)}"
     )
-
-
-def resolve_kernel(adapter: Adapter, attention: Attention) -> str:
-    """Which kernel "pallas" means on this device."""
-    if attention.kernel is not None:
-        return attention.kernel
-    if adapter.kernels:
-        return adapter.kernels[0]
-    return "gpu" if adapter.platform == "gpu" else "tpu"

@@ -65,7 +65,6 @@ def read_overrides(path: Path) -> dict[str, Any]:
 
 ATTENTION_KEYS: dict[str, tuple[type, ...]] = {
     "attention": (str,),
-    "kernel": (str,),
     "interpret": (bool,),
     "block_kv": (int,),
 }
@@ -115,7 +114,7 @@ def _attention(adapter: Adapter, values: Mapping[str, Any]) -> Attention:
     implementation = values.get("attention", adapter.attention.implementation)
     attention = Attention(
         implementation,
-        **{key: values[key] for key in ("kernel", "interpret", "block_kv") if key in values},
+        **{key: values[key] for key in ("interpret", "block_kv") if key in values},
     )
     check_runs(adapter, attention)
     return attention

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from eaglejax.devices import machine
-from eaglejax.devices.adapter import NATIVE, XLA, Adapter
+from eaglejax.devices.adapter import CPU, XLA, Adapter
 from eaglejax.devices.cpu_flags import FLAGS
 from eaglejax.devices.startup import prepare
 
@@ -24,7 +24,7 @@ def adapter(device: Any) -> Adapter:
         name="cpu",
         platform="cpu",
         generation=machine.processor(),
-        attention=XLA if refusal else NATIVE,
+        attention=XLA if refusal else CPU,
         kernels=(),
         weight_dtype="bfloat16",
         cache_dtype="bfloat16",
@@ -165,7 +165,7 @@ def packed_products(
 class CacheOperation:
     """How attention over a cache, or a write into one, is computed on this CPU.
 
-    ``implementation``: "native", the compiled kernel, or "xla". ``level``: the instruction set that the
+    ``implementation``: "cpu", the compiled kernel, or "xla". ``level``: the instruction set that the
     kernel was compiled for, None without it. ``reason``: where the kernel is kept, or why it is not used.
     """
 
@@ -182,6 +182,6 @@ def cache_operations() -> dict[str, CacheOperation]:
         level, reason = kernel.status()
         if level is not None and (refusal := kernel.unavailable()):
             level, reason = None, refusal
-        return CacheOperation("native" if level else "xla", level, reason)
+        return CacheOperation("cpu" if level else "xla", level, reason)
 
     return {"attention": operation(kernels.KERNEL), "write": operation(kernels.WRITE_KERNEL)}

@@ -23,7 +23,7 @@ def adapter(device: Any) -> Adapter:
     if hopper:
         why = (
             "the Hopper kernel compiles for this GPU but none has run it yet, so it is taken by name only: "
-            "attention = 'pallas'"
+            "attention = 'gpu'"
         )
     else:
         why = (

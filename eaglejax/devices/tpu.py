@@ -33,7 +33,7 @@ def adapter(device: Any) -> Adapter:
         name=chip.name,
         platform="tpu",
         generation=generation,
-        attention=Attention("pallas", "tpu"),
+        attention=Attention("tpu"),
         kernels=("tpu",),
         weight_dtype="bfloat16",
         cache_dtype="bfloat16",

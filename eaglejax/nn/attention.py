@@ -25,7 +25,7 @@ from eaglejax.nn import kv_codec
 from eaglejax.nn.attention_implementations import (
     IMPLEMENTATIONS,
     Wants,
-    native_refusal,
+    cpu_refusal,
     pallas_refusal,
     queries_a_call,
 )
@@ -76,11 +76,10 @@ def _choose(
     if choice.implementation == "xla":
         return "xla", options
     adapter = adapter or devices.current()
-    kernel = "native"
-    if choice.implementation == "native":
-        refusal = native_refusal(q, k, v, wants)
+    kernel = choice.implementation
+    if kernel == "cpu":
+        refusal = cpu_refusal(q, k, v, wants)
     else:
-        kernel = adapters.resolve_kernel(adapter, choice)
         if requested is not None and requested.interpret is not False:
             adapters.check_runs(adapter, requested)
         rows = min(slots, queries_a_call(q, k)) * (q.shape[2] // k.shape[1])
@@ -88,9 +87,9 @@ def _choose(
         if block is None and kernel == "tpu" and block_tables is None:
             block = adapter.block_kv(head_dim=q.shape[3], dtype=k.dtype.name, rows=rows)
         refusal = pallas_refusal(kernel, block, q, k, v, slots, wants, block_tables)
-        options = {"kernel": kernel, "interpret": choice.interpret, "block_kv": block}
+        options = {"interpret": choice.interpret, "block_kv": block}
     if refusal is None:
-        return choice.implementation, options
+        return kernel, options
     shape = (
         f"{slots} new tokens x {q.shape[2]} query heads of {q.shape[3]} over {k.shape[2]} slots of {k.dtype}"
     )

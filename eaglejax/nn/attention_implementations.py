@@ -6,6 +6,7 @@ Each takes the arguments of ``nn.attention.attend``, which says what they mean a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,7 +115,7 @@ def _attend_pallas(
     return out.astype(out_dtype), lse
 
 
-def _attend_native(
+def _attend_cpu(
     q: jax.Array,
     k: Stored,
     v: Stored,
@@ -136,7 +137,7 @@ def _attend_native(
     def xla(q, k, v, lengths, visible, positions, places):
         return attend_xla(q, k, v, lengths, visible, positions, slot_positions=places, **parts, **shared)[0]
 
-    def native(q, k, v, lengths, visible, positions, places):
+    def kernel(q, k, v, lengths, visible, positions, places):
         scales = scale_of(k), scale_of(v)
         return cache_attention.cache_attention(
             q,
@@ -152,7 +153,7 @@ def _attend_native(
 
     # What is traced here may be compiled for a device that is not.
     return portable_call(
-        native, xla, q, k, v, lengths, visible, positions, default_positions(positions, slot_positions)
+        kernel, xla, q, k, v, lengths, visible, positions, default_positions(positions, slot_positions)
     ), None
 
 
@@ -216,7 +217,7 @@ def pallas_refusal(
     return {"tpu": tpu, "gpu": gpu}[kernel].refusal(asked, _array(k), block_tables, block_kv)
 
 
-def native_refusal(q: jax.Array, k: Stored, v: Stored, wants: Wants) -> str | None:
+def cpu_refusal(q: jax.Array, k: Stored, v: Stored, wants: Wants) -> str | None:
     """Why the C++ kernel does not take these arguments, or None."""
     if wants.lse:
         return "yields no log-sum-exp"
@@ -227,8 +228,9 @@ def native_refusal(q: jax.Array, k: Stored, v: Stored, wants: Wants) -> str | No
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
     "xla": attend_xla,
-    "pallas": _attend_pallas,
-    "native": _attend_native,
+    "tpu": functools.partial(_attend_pallas, kernel="tpu"),
+    "gpu": functools.partial(_attend_pallas, kernel="gpu"),
+    "cpu": _attend_cpu,
 }
-"""Attention by name. Each takes the arguments of :func:`attend`; the Pallas kernels also which, how and in
-what blocks."""
+"""Attention by name. Each takes the arguments of :func:`attend`; the Pallas kernels also how and in what
+blocks."""

@@ -44,7 +44,7 @@ HERE = SimpleNamespace(platform="cpu", device_kind="cpu")
 def test_a_tpu_by_its_kind(kind, generation):
     got = devices.choose(tpu(kind))
     assert got.generation == generation
-    assert got.attention == Attention("pallas", "tpu")
+    assert got.attention == Attention("tpu")
     assert got.chip is chips.TPUS[generation]
     assert 0 < got.memory_bytes < got.chip.device_memory
     assert got.weight_dtype == got.cache_dtype == "bfloat16"
@@ -71,10 +71,10 @@ def test_a_gpu_by_its_capability(capability, kernels):
     assert got.kernels == kernels
     assert got.generation == "sm_" + capability.replace(".", "")
     assert ("wgmma" in dict(got.reasons)["attention"]) == (not kernels)
-    forced = {"attention": "pallas"}
+    forced = {"attention": "gpu"}
     if kernels:
         got = devices.choose(nvidia("NVIDIA GPU", capability), forced)
-        assert (got.attention.implementation, got.forced) == ("pallas", True)
+        assert (got.attention.implementation, got.forced) == ("gpu", True)
     else:
         with pytest.raises(ConfigError, match=r"'gpu' attention kernel cannot be compiled.*'xla'"):
             devices.choose(nvidia("NVIDIA GPU", capability), forced)
@@ -93,7 +93,7 @@ def test_jax_takes_a_share_of_a_gpu(monkeypatch):
 
 def test_this_cpu():
     got = devices.choose(jax.devices("cpu")[0])
-    attention = devices.XLA if cache_attention.KERNEL.unavailable() else adapter.NATIVE
+    attention = devices.XLA if cache_attention.KERNEL.unavailable() else adapter.CPU
     assert (got.name, got.attention, got.kernels) == ("cpu", attention, ())
     assert devices.current() == got
     assert devices.current() is devices.current()
@@ -113,14 +113,13 @@ def test_an_unknown_device_is_refused(device, message):
 
 def test_overrides_from_a_file(tmp_path, monkeypatch):
     path = tmp_path / "adapter.toml"
-    path.write_text('attention = "pallas"\nblock_kv = 256\ncache_dtype = "int8"\nmemory_gib = 2\n')
+    path.write_text('attention = "tpu"\nblock_kv = 256\ncache_dtype = "int8"\nmemory_gib = 2\n')
     got = devices.choose(HERE, path)
-    assert got.attention == Attention("pallas", block_kv=256)
+    assert got.attention == Attention("tpu", block_kv=256)
     assert (got.cache_dtype, got.memory_bytes, got.forced) == ("int8", 2 << 30, True)
     reasons = dict(got.reasons)
     assert {reasons[k] for k in ("attention", "cache_dtype", "memory_bytes")} == {"chosen by the user"}
     assert reasons["mesh"] != "chosen by the user"
-    assert adapter.resolve_kernel(got, got.attention) == "tpu"
 
     monkeypatch.setenv(choice.VARIABLE, str(path))
     devices.current.cache_clear()
@@ -136,14 +135,14 @@ def test_overrides_from_a_file(tmp_path, monkeypatch):
     [
         (HERE, {"blocks": 3}, "'blocks' is not known; known are attention"),
         (HERE, {"attention": "flash"}, "'flash' is not known"),
-        (HERE, {"attention": "pallas", "kernel": "npu"}, "'npu' is not known"),
-        (HERE, {"block_kv": 128}, "belong to attention 'pallas'"),
-        (HERE, {"attention": "pallas", "block_kv": 100}, "multiple of 128"),
-        (HERE, {"attention": "pallas", "block_kv": True}, "must be of type int"),
-        (HERE, {"attention": "pallas", "interpret": False}, "cannot be compiled for cpu"),
-        (tpu("TPU v4"), {"kernel": "gpu", "interpret": False}, "it runs the 'tpu' kernel"),
-        (tpu("TPU v4"), {"attention": "native"}, "native attention kernel runs on a CPU"),
-        (HERE, {"attention": "native", "kernel": "tpu"}, "belong to attention 'pallas', not to 'native'"),
+        (HERE, {"attention": "npu"}, "'npu' is not known; use one of xla, tpu, gpu, cpu"),
+        (HERE, {"block_kv": 128}, "belong to the Pallas kernels"),
+        (HERE, {"attention": "tpu", "block_kv": 100}, "multiple of 128"),
+        (HERE, {"attention": "tpu", "block_kv": True}, "must be of type int"),
+        (HERE, {"attention": "tpu", "interpret": False}, "cannot be compiled for cpu"),
+        (tpu("TPU v4"), {"attention": "gpu", "interpret": False}, "it runs the 'tpu' kernel"),
+        (tpu("TPU v4"), {"attention": "cpu"}, "'cpu' attention kernel runs on a CPU"),
+        (HERE, {"attention": "cpu", "interpret": True}, "'tpu' or 'gpu', not to 'cpu'"),
         (HERE, {"weight_dtype": "int7"}, "'int7' is not known"),
         (HERE, {"matmul_precision": "most"}, "highest"),
         (HERE, {"memory_gib": 0}, "must be positive"),

@@ -28,7 +28,7 @@ from eaglejax.nn.visible import Seen
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
 
-KERNEL = Attention("pallas", "tpu", interpret=True)
+KERNEL = Attention("tpu", interpret=True)
 TREE = from_choices([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 CONFIG = ModelConfig(
     family="llama",
@@ -99,13 +99,13 @@ def decode(kind, attention):
 @pytest.mark.parametrize("kind", ["ngram chain", pytest.param("eagle tree", marks=pytest.mark.slow)])
 def test_the_tokens_do_not_change_when_the_kernel_does(kind, monkeypatch):
     calls = []
-    kernel = attention_module.IMPLEMENTATIONS["pallas"]
+    kernel = attention_module.IMPLEMENTATIONS["tpu"]
 
     def counted(q, *args, **options):
-        calls.append((q.shape[1], options["kernel"], options["interpret"]))
+        calls.append((q.shape[1], options["interpret"]))
         return kernel(q, *args, **options)
 
-    monkeypatch.setitem(attention_module.IMPLEMENTATIONS, "pallas", counted)
+    monkeypatch.setitem(attention_module.IMPLEMENTATIONS, "tpu", counted)
     plain = decode(kind, None)
     assert calls == []
     drawn = decode(kind, KERNEL)
@@ -114,7 +114,7 @@ def test_the_tokens_do_not_change_when_the_kernel_does(kind, monkeypatch):
         assert a.stats.num_accepted_tokens == b.stats.num_accepted_tokens
     assert len({tuple(r.token_ids) for r in plain}) == 3
     assert sum(r.stats.num_accepted_tokens for r in plain) > 0
-    assert {c[1:] for c in calls} == {("tpu", True)}
+    assert {c[1] for c in calls} == {True}
     nodes = {"ngram chain": 4, "eagle tree": TREE.nodes}[kind]
     assert {16, nodes} <= {c[0] for c in calls}
 
@@ -149,7 +149,7 @@ def test_the_kernel_equals_xla_where_earlier_slots_have_no_query(window, softcap
         case["v"][b, :, length + 6 :] = np.nan
     options = {"scale": case.pop("scale"), "window": window, "softcap": softcap}
     want, got = (
-        jax.jit(functools.partial(attend, **options, implementation=i))(**case) for i in ("xla", "pallas")
+        jax.jit(functools.partial(attend, **options, implementation=i))(**case) for i in ("xla", "tpu")
     )
     assert np.isfinite(want).all()
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
@@ -165,7 +165,7 @@ def test_a_prompt_chunk_of_more_rows_than_a_call_takes_is_attended_in_parts(new,
         case["v"][b, :, length + new :] = np.nan
     options = {"scale": case.pop("scale"), "window": window, "softcap": 0.8}
     want, got = (
-        jax.jit(functools.partial(attend, **options, implementation=i))(**case) for i in ("xla", "pallas")
+        jax.jit(functools.partial(attend, **options, implementation=i))(**case) for i in ("xla", "tpu")
     )
     assert np.isfinite(want).all()
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
@@ -180,15 +180,13 @@ def test_a_kernel_that_was_asked_for_is_refused_by_name_where_it_cannot_run():
     with pytest.raises(ConfigError, match=r"'tpu' kernel.*not float16.*'xla'"):
         attend(**half(jnp.float16), implementation=KERNEL)
     with pytest.raises(ConfigError, match=r"'gpu' kernel.*bfloat16"):
-        attend(**shapes(), implementation=Attention("pallas", "gpu", interpret=False))
+        attend(**shapes(), implementation=Attention("gpu", interpret=False))
     with pytest.raises(ConfigError, match="'magic' is not known"):
         attend(**shapes(), implementation="magic")
     if jax.__version__.startswith("0.10."):
         pytest.importorskip("absl")
         with pytest.raises(ConfigError, match=r"0\.12 or later"):
-            attend(
-                **half(jnp.bfloat16, d=64, s=64), implementation=Attention("pallas", "gpu", interpret=True)
-            )
+            attend(**half(jnp.bfloat16, d=64, s=64), implementation=Attention("gpu", interpret=True))
 
 
 def test_an_adapters_own_choice_gives_way_to_xla_and_says_so(monkeypatch, caplog):

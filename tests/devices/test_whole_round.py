@@ -41,7 +41,7 @@ CONFIG = ModelConfig(
 def a_round(kernel, *, batch=2, capacity=256):
     """A bfloat16 decode round with a chain of seven guesses, and the shapes of its arguments."""
     config = CONFIG
-    program = rounds.Program(config, NGram(length=7), attention=Attention("pallas", kernel, interpret=False))
+    program = rounds.Program(config, NGram(length=7), attention=Attention(kernel, interpret=False))
     params = rounds.Params(pytree.abstract(decoder.param_table(config, jnp.bfloat16)))
     rows = sampling.rows([Sampling(seed=0)] * batch, config.vocab_size, [[1]] * batch)
     state = jax.eval_shape(
@@ -114,7 +114,7 @@ def test_every_block_of_the_rule_compiles(generation, dim, nodes):
     batch, heads, kv_heads, slots = 2, 16, 4, 8192
     block = adapter.block_kv(head_dim=dim, dtype="bfloat16", rows=min(nodes * heads // kv_heads, MOST_ROWS))
     cache = jax.ShapeDtypeStruct((batch, kv_heads, slots, dim), jnp.bfloat16)
-    attention = Attention("pallas", "tpu", interpret=False, block_kv=block)
+    attention = Attention("tpu", interpret=False, block_kv=block)
     compile_for_tpu(
         generation,
         lambda q, k, v, lengths, seen, positions: attend(

@@ -182,7 +182,7 @@ def test_a_node_has_the_same_bits_in_a_tree_and_alone(dtype, options):
     k, v = (jnp.asarray(rng.normal(size=(2, nodes, HKV, D)), dtype) for _ in range(2))
     caches = [jnp.asarray(rng.normal(size=(2, HKV, S, D)), dtype) for _ in range(2)]
     lengths = jnp.asarray([length, 4])
-    step = jax.jit(functools.partial(write_and_attend, scale=SCALE, attention=adapters.NATIVE, **options))
+    step = jax.jit(functools.partial(write_and_attend, scale=SCALE, attention=adapters.CPU, **options))
     visible = np.zeros((2, nodes, nodes), bool)
     for i, path in enumerate(paths):
         visible[:, i, path] = True
@@ -215,8 +215,7 @@ def test_long_caches_and_many_queries_take_several_tasks():
     positions = lengths[:, None] + jnp.arange(n)
     for window in (None, 128):
         ours, xlas = (
-            chosen(q, k, v, lengths, visible, positions, positions, name, window)
-            for name in ("native", "xla")
+            chosen(q, k, v, lengths, visible, positions, positions, name, window) for name in ("cpu", "xla")
         )
         np.testing.assert_allclose(ours, xlas, atol=1e-5)
 
@@ -224,9 +223,7 @@ def test_long_caches_and_many_queries_take_several_tasks():
 def test_lengths_without_room_are_cut_as_xla_cuts_them():
     q, k, v, _, visible, positions, places = inputs()
     for lengths in (jnp.asarray([S, S - 2, 0]), jnp.asarray([S + 99, S - M + 1, 3])):
-        ours, xlas = (
-            chosen(q, k, v, lengths, visible, positions, places, name) for name in ("native", "xla")
-        )
+        ours, xlas = (chosen(q, k, v, lengths, visible, positions, places, name) for name in ("cpu", "xla"))
         np.testing.assert_allclose(ours, xlas, atol=3e-6)
 
 
@@ -294,10 +291,10 @@ def test_writes_are_in_place_where_the_cache_is_given_away():
 
 def test_vmap_and_derivatives():
     q, k, v, lengths, visible, positions, places = inputs()
-    want = chosen(q, k, v, lengths, visible, positions, places, "native")
+    want = chosen(q, k, v, lengths, visible, positions, places, "cpu")
 
     def one(*row):
-        return chosen(*(x[None] for x in row), "native")[0]
+        return chosen(*(x[None] for x in row), "cpu")[0]
 
     stacked = jax.jit(jax.vmap(one))(q, k, v, lengths, visible, positions, places)
     np.testing.assert_array_equal(stacked, want)
@@ -320,7 +317,7 @@ def test_vmap_and_derivatives():
 
     new = jnp.asarray(np.random.default_rng(7).normal(size=(B, N, HKV, D)), jnp.float32)
     grad = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
-    for ours, xlas in zip(grad(q, new, "native"), grad(q, new, "xla"), strict=True):
+    for ours, xlas in zip(grad(q, new, "cpu"), grad(q, new, "xla"), strict=True):
         assert np.abs(xlas).max() > 0.01
         np.testing.assert_allclose(ours, xlas, atol=1e-5)
     fresh = jnp.stack([new, -new]).transpose(0, 1, 3, 2, 4)
@@ -358,15 +355,13 @@ def choose_again():
 
 
 def test_what_the_adapter_chooses(choose_again, monkeypatch):
-    assert devices.current().attention == adapters.NATIVE
+    assert devices.current().attention == adapters.CPU
     assert "eaglejax.CacheAttention" in text()
     assert "eaglejax.CacheWrite" in text()
     # A head that the kernel does not take.
     assert "eaglejax.CacheAttention" not in text(dim=8)
     q, k, v, *rest = inputs(8)
-    with pytest.raises(
-        ConfigError, match="'native' kernel, which takes head sizes of a multiple of 16, not 8"
-    ):
+    with pytest.raises(ConfigError, match="'cpu' kernel, which takes head sizes of a multiple of 16, not 8"):
         attend(
             q,
             k,
@@ -376,7 +371,7 @@ def test_what_the_adapter_chooses(choose_again, monkeypatch):
             rest[2],
             slot_positions=rest[3],
             scale=1.0,
-            implementation="native",
+            implementation="cpu",
         )
     monkeypatch.setenv(native.LEVEL_VARIABLE, "portable")
     devices.current.cache_clear()
@@ -385,8 +380,8 @@ def test_what_the_adapter_chooses(choose_again, monkeypatch):
     assert "this processor's level is portable" in dict(devices.current().reasons)["attention"]
     assert "eaglejax.CacheAttention" not in text()
     assert "eaglejax.CacheWrite.portable" in text()
-    with pytest.raises(ConfigError, match="native attention kernel cannot be made here"):
-        adapters.check_runs(devices.current(), adapters.NATIVE)
+    with pytest.raises(ConfigError, match="'cpu' attention kernel cannot be made here"):
+        adapters.check_runs(devices.current(), adapters.CPU)
 
 
 @pytest.mark.parametrize("why", ["turned off", "several devices"])

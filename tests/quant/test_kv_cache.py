@@ -34,7 +34,7 @@ LENGTHS = np.asarray([3, 12], np.int32)
 NEW = 17
 WIDTHS = (1, 2, 3, 4, 8, 9, 17)
 OPTIONS = {"scale": 0.4, "window": 9, "softcap": 20.0}
-KERNEL = Attention("pallas", "tpu", interpret=True)
+KERNEL = Attention("tpu", interpret=True)
 
 
 def filled(name: str, seed: int = 0, dim: int = D) -> tuple[Cache, dict[str, np.ndarray]]:

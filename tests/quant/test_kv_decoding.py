@@ -49,7 +49,7 @@ def texts_of(form: str) -> tuple[tuple[int, ...], ...]:
     return greedy_texts(prompts(), Layers(form, cache=form))
 
 
-KERNEL = Attention("pallas", "tpu", interpret=True)
+KERNEL = Attention("tpu", interpret=True)
 
 
 def test_the_formats_texts_are_not_all_the_same() -> None:
