@@ -46,6 +46,7 @@ from eaglejax.kv_format import FORMATS
 from eaglejax.models.config import LayerSpec
 from eaglejax.models.target import Target
 from eaglejax.nn.latent import LatentAttention
+from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.recurrent import GatedDelta
 from eaglejax.nn.rope import RopeConfig
 
@@ -304,8 +305,35 @@ def made_of(*mixers: Any) -> dict[str, Any]:
     }
 
 
+EXPERTS = MoeConfig(
+    4,
+    2,
+    12,
+    scores="sigmoid",
+    normalize=True,
+    correction=True,
+    groups=2,
+    group_best=2,
+    shared=8,
+    shared_gate=True,
+)
+PARTS = {
+    "attention_sinks": True,
+    "attention_gate": True,
+    "qk_norm": True,
+    "qk_norm_whole": True,
+    "sandwich_norms": True,
+    "pre_norm": False,
+    "residual_scale": 0.7,
+    "logits_scaling": 0.5,
+    "num_layers": 2,
+    "layers": (LayerSpec(window=11, moe=EXPERTS), LayerSpec(rotary=False)),
+}
+"""What families of grouped-query attention have besides, all at once."""
+
 LAYERS = [
     PLAIN,
+    Layers("parts", functools.partial(tiny_config, **PARTS), functools.partial(small_config, **PARTS)),
     Layers("latent", **made_of(LATENT, None)),
     Layers("latent-int8", **made_of(LATENT, None), cache="int8"),
     Layers("recurrent", **made_of(DELTA, None)),
@@ -313,7 +341,7 @@ LAYERS = [
 ]
 """Every kind of thing that a target's layers keep, one line each."""
 
-QUICK = {("mixed", "turbo3"), ("mixed", "latent"), ("mixed", "recurrent")}
+QUICK = {("mixed", "turbo3"), ("mixed", "latent"), ("mixed", "recurrent"), ("eagle3_tree", "parts")}
 """Pairs of a proposer and another kind than the plain one whose state `make test` looks at."""
 
 
