@@ -25,14 +25,15 @@ HOME_VARIABLE = "EAGLEJAX_CACHE"
 OFF_VARIABLE = "EAGLEJAX_NO_NATIVE"
 LEVEL_VARIABLE = "EAGLEJAX_NATIVE_LEVEL"
 
+_AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 # Best first: (level, what the processor must have for it, as /proc/cpuinfo names it).
 _LEVELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("avx512-bf16", ("avx2", "fma", *_AVX512, "avx512_vnni", "avx512_bf16")),
-    ("avx512-vnni", ("avx2", "fma", *_AVX512, "avx512_vnni")),
-    ("avx512", ("avx2", "fma", *_AVX512)),
-    ("avx-vnni", ("avx2", "fma", "avx_vnni")),
-    ("avx2", ("avx2", "fma")),
+    ("avx512-bf16", (*_AVX2, *_AVX512, "avx512_vnni", "avx512_bf16")),
+    ("avx512-vnni", (*_AVX2, *_AVX512, "avx512_vnni")),
+    ("avx512", (*_AVX2, *_AVX512)),
+    ("avx-vnni", (*_AVX2, "avx_vnni")),
+    ("avx2", _AVX2),
     ("dotprod", ("asimd", "asimddp")),
     ("neon", ("asimd",)),
     ("portable", ()),

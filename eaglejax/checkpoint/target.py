@@ -37,9 +37,9 @@ def load_target(
     on the length are evaluated for it.
 
     ``quant``: quantise while loading: a scheme's name (``w8a8``, ``w4a8-g32``, ...), a Scheme or a Plan.
-    For a GGUF file ``keep`` leaves weights that are int8 or int4 there as they are and takes activations in
-    their float dtype, ``keep-a8`` takes them in int8; ``checkpoint.gguf.packed`` says what is kept exactly
-    and what is requantised. Static schemes and smoothing need calibration, so that they are for
+    For a GGUF file ``keep`` multiplies its blocks as they are and takes activations in their float dtype,
+    ``keep-a8`` rounds them to 8 bits, with a scale for each 32; ``checkpoint.gguf.packed`` says what is kept
+    exactly and what is requantised. Static schemes and smoothing need calibration, so that they are for
     ``quantize_target``.
 
     ``eos``: further tokens, ids or their text, that end a text. A model whose files name none that its

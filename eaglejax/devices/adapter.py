@@ -21,6 +21,7 @@ IMPLEMENTATIONS = ("xla", *KERNELS, "cpu")
 
 OPERATIONS = {
     "quant_matmul": ("auto", "xla", "tpu", "gpu", "cpu"),
+    "block_matmul": ("auto", "xla", "cpu"),
     "hadamard": ("auto", "xla", "tpu", "gpu"),
     "ttt_attention": ("auto", "xla", "tpu", "gpu"),
 }

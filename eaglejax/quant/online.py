@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from eaglejax import devices, pytree
 from eaglejax.nn.linear import grouped_linear, linear
 from eaglejax.quant.array import QuantArray
+from eaglejax.quant.blocks import BlockArray
 
 
 @pytree.dataclass
@@ -58,7 +59,7 @@ class HadamardInput:
 
 def plain(weight: Any, dtype: Any = None) -> jax.Array:
     """The array that a weight of a target stands for, packed or not, in ``dtype`` (None: its own)."""
-    array = weight.dequantize() if isinstance(weight, QuantArray | HadamardInput) else weight
+    array = weight.dequantize() if isinstance(weight, QuantArray | BlockArray | HadamardInput) else weight
     return jnp.asarray(array, weight.dtype if dtype is None else dtype)
 
 

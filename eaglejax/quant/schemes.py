@@ -115,8 +115,8 @@ class Plan:
     ``*`` crosses dots) that keep their float weights. ``overrides``: (glob, scheme) pairs, the first that
     matches wins over ``scheme`` but not over ``exclude``. ``search``: how weight scales are found.
     ``smooth``: strength alpha in [0, 1] with which outlier channels of the input are moved into the weight
-    before that, None for not at all. ``keep``: blocks of a GGUF file that are int8 or int4 already stay as
-    they are (see ``checkpoint.gguf``). Raises ConfigError for settings that cannot be.
+    before that, None for not at all. ``keep``: blocks of a GGUF file stay as they are
+    (see ``checkpoint.gguf.packed``). Raises ConfigError for settings that cannot be.
     """
 
     scheme: Scheme
@@ -185,7 +185,7 @@ def matches(path: str, globs: Iterable[str]) -> bool:
 
 
 KEEP = {"keep": "w8a16", "keep-a8": "w8a8"}
-"""Names for keeping a GGUF file's integers, with the scheme of what cannot be kept."""
+"""Names for keeping a GGUF file's blocks, with the scheme of what cannot be kept."""
 
 
 def as_plan(quant: Any) -> Plan:

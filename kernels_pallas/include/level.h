@@ -81,11 +81,15 @@ inline Floats widen(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_as<__m256i>(p)), 16));
 }
 inline Floats widen(const int8_t* p) { return to_floats(_mm512_cvtepi8_epi32(load_as<__m128i>(p))); }
+inline Floats widen_halves(const uint16_t* p) { return _mm512_cvtph_ps(load_as<__m256i>(p)); }
 inline Floats widen_low(const int8_t* p) {
   return to_floats(_mm512_srai_epi32(_mm512_slli_epi32(_mm512_cvtepi8_epi32(load_as<__m128i>(p)), 28), 28));
 }
 inline Floats widen_high(const int8_t* p) {
   return to_floats(_mm512_srai_epi32(_mm512_cvtepi8_epi32(load_as<__m128i>(p)), 4));
+}
+inline Ints pick(const uint8_t (&table)[16], Ints places) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_as<__m128i>(table)), places);
 }
 inline Ints low_bytes(Ints a, Ints b) { return _mm512_unpacklo_epi8(a, b); }
 inline Ints high_bytes(Ints a, Ints b) { return _mm512_unpackhi_epi8(a, b); }
@@ -122,10 +126,14 @@ inline Ints widened_bytes(const int8_t* p) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 inline Floats widen(const int8_t* p) { return to_floats(widened_bytes(p)); }
+inline Floats widen_halves(const uint16_t* p) { return _mm256_cvtph_ps(load_as<__m128i>(p)); }
 inline Floats widen_low(const int8_t* p) {
   return to_floats(_mm256_srai_epi32(_mm256_slli_epi32(widened_bytes(p), 28), 28));
 }
 inline Floats widen_high(const int8_t* p) { return to_floats(_mm256_srai_epi32(widened_bytes(p), 4)); }
+inline Ints pick(const uint8_t (&table)[16], Ints places) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_as<__m128i>(table)), places);
+}
 inline Ints low_bytes(Ints a, Ints b) { return _mm256_unpacklo_epi8(a, b); }
 inline Ints high_bytes(Ints a, Ints b) { return _mm256_unpackhi_epi8(a, b); }
 inline Ints low_words(Ints a, Ints b) { return _mm256_unpacklo_epi16(a, b); }
@@ -172,6 +180,10 @@ inline void lanes_interleaved(Floats (&)[4]) {}
 
 #if defined(__ARM_NEON)
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+inline Floats widen_halves(const uint16_t* p) { return vcvt_f32_f16(load_as<float16x4_t>(p)); }
+inline Ints pick(const uint8_t (&table)[16], Ints places) {
+  return (Ints)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)places);
+}
 inline Ints multiply_pairs(Ints a, Ints b) {
   const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
   return vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
@@ -182,6 +194,25 @@ inline Ints low_words(Ints a, Ints b) { return (Ints)vzip1q_s16((int16x8_t)a, (i
 inline Ints high_words(Ints a, Ints b) { return (Ints)vzip2q_s16((int16x8_t)a, (int16x8_t)b); }
 #else
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return c + a * b; }
+inline float widen_half(uint16_t half) {
+  const uint32_t rest = half & 0x7fff;
+  float value;
+  if (rest < 0x400) {
+    value = static_cast<float>(rest) * 0x1p-24f;  // subnormal: such float32 numbers may count as zero
+  } else {
+    const uint32_t bits = (rest << 13) + (rest < 0x7c00 ? 112u << 23 : 224u << 23);
+    std::memcpy(&value, &bits, sizeof value);
+  }
+  return half & 0x8000 ? -value : value;
+}
+inline Floats widen_halves(const uint16_t* p) {
+  return Floats{widen_half(p[0]), widen_half(p[1]), widen_half(p[2]), widen_half(p[3])};
+}
+inline Ints pick(const uint8_t (&table)[16], Ints places) {
+  Bytes bytes = (Bytes)places;
+  for (int i = 0; i < 16; ++i) bytes[i] = table[bytes[i]];
+  return (Ints)bytes;
+}
 #if defined(__SSE2__)
 inline Ints multiply_pairs(Ints a, Ints b) { return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b); }
 inline Ints low_bytes(Ints a, Ints b) { return (Ints)_mm_unpacklo_epi8((__m128i)a, (__m128i)b); }

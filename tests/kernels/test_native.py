@@ -72,7 +72,7 @@ def test_a_damaged_library_names_itself(source, environ, tmp_path):
 
 
 def test_levels_follow_the_processor(monkeypatch):
-    monkeypatch.setattr(native, "processor_features", lambda: frozenset({"avx2", "fma", "avx512f"}))
+    monkeypatch.setattr(native, "processor_features", lambda: frozenset({"avx2", "fma", "f16c", "avx512f"}))
     assert native.levels_here() == ("avx2", "portable")
     monkeypatch.setattr(native, "processor_features", frozenset)
     assert native.levels_here() == ("portable",)

@@ -1,4 +1,4 @@
-"""Quantising while loading: a folder as in memory, a GGUF file with its own integers where they fit."""
+"""Quantising while loading: a folder as in memory, a GGUF file in its own blocks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Any
 
 import gguf_export
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from tiny_model import write_model
 
 from eaglejax.checkpoint.gguf import load as gguf_models
+from eaglejax.checkpoint.quantized.write import write_quantized
+from eaglejax.checkpoint.safetensors_io import Pending, write_safetensors
 from eaglejax.checkpoint.target import load_target
 from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.quant import DEFAULT_EXCLUDE, Plan, QuantArray, get_scheme, quantize_target
+from eaglejax.models import decoder
+from eaglejax.nn.visible import Causal
+from eaglejax.quant import DEFAULT_EXCLUDE, BlockArray, Plan, QuantArray, get_scheme, quantize_target
 
 
 @pytest.fixture(autouse=True)
@@ -24,41 +29,79 @@ def own_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_models, "cache_dir", lambda: tmp_path / "cache")
 
 
+def packed(leaf: Any) -> bool:
+    return isinstance(leaf, QuantArray | BlockArray)
+
+
 def leaves(params: Any) -> dict[str, Any]:
-    found = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QuantArray))[0]
+    found = jax.tree_util.tree_flatten_with_path(params, is_leaf=packed)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
 
 
 def values(leaf: Any) -> np.ndarray:
     """The numbers of a leaf in the layout of the parameter table, f32."""
-    return np.asarray(leaf.dequantize() if isinstance(leaf, QuantArray) else leaf, np.float32)
+    return np.asarray(leaf.dequantize() if packed(leaf) else leaf, np.float32)
 
 
 # llama turns the rows of q and k and ties nothing; qwen3moe stacks experts; qwen3 ties the head.
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama", Kind.Q8_0), ("llama", Kind.Q4_0), ("qwen3moe", Kind.Q4_0), ("qwen3", Kind.Q8_0)],
+    [("llama", Kind.Q8_0), ("llama", Kind.Q5_1), ("qwen3moe", Kind.Q4_0), ("qwen3", Kind.Q5_0)],
 )
-def test_integers_of_a_file_are_kept_to_the_bit(name: str, kind: Kind, tmp_path: Path) -> None:
+def test_blocks_of_a_file_are_kept_to_the_bit(name: str, kind: Kind, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     gguf_export.write(path, name, kind)
-    want = leaves(load_target(path, dtype="float32").params)
+    wide = load_target(path, dtype="float32")
+    want = leaves(wide.params)
     kept = load_target(path, dtype="float32", quant="keep")
     got = leaves(kept.params)
     assert got.keys() == want.keys()
     assert kept.quantization == "keep+w8a16"
-    packed = {path for path, leaf in got.items() if isinstance(leaf, QuantArray)}
-    assert packed == {path for path, leaf in want.items() if leaf.ndim > 1}
-    bits = 8 if kind is Kind.Q8_0 else 4
+    assert {p for p, leaf in got.items() if packed(leaf)} == {p for p, leaf in want.items() if leaf.ndim > 1}
     for path_, leaf in got.items():
         np.testing.assert_array_equal(values(leaf), values(want[path_]), err_msg=path_)
-        if path_ in packed:
-            assert (leaf.bits, leaf.activation, leaf.groups) == (bits, None, leaf.rows // 32)
-            assert leaf.transposed == (path_ == "embed")
+        if packed(leaf):
+            assert (leaf.form.name, leaf.rounded, leaf.transposed) == (kind.name, False, path_ == "embed")
+            assert leaf.shape == want[path_].shape
+    ids = jnp.asarray([[3, 0], [287, 17]])
+    np.testing.assert_array_equal(got["embed"].take(ids), want["embed"][ids])
+    tied, some = "head" not in got, np.asarray([5, 280, 5, 31])
+    head, rows = (
+        got["embed" if tied else "head"].columns(jnp.asarray(some)),
+        values(want["embed" if tied else "head"]),
+    )
+    np.testing.assert_array_equal(values(head), rows[some] if tied else rows[:, some])
     assert kept.nbytes < 0.5 * sum(leaf.nbytes for leaf in want.values())
+    # What is computed is computed from the file's numbers, and the next load maps what this one arranged.
+    prompt = list(range(3, 23))
+    expanded, blocks = (last_logits(target, prompt) for target in (wide, kept))
+    np.testing.assert_allclose(blocks, expanded, atol=2e-5 * np.abs(expanded).max())
+    again = leaves(load_target(path, quant="keep").params)
+    np.testing.assert_array_equal(again["layers.0.q"].data, got["layers.0.q"].data)
 
 
-def test_what_does_not_fit_is_requantised_from_the_files_numbers(tmp_path: Path) -> None:
+def last_logits(target: Any, prompt: list[int]) -> np.ndarray:
+    tokens = jnp.asarray([prompt])
+    cache = decoder.init_cache(target.config, 1, 32, "float32")
+    out = decoder.forward(
+        target.params, target.config, tokens, jnp.arange(len(prompt))[None], cache, Causal()
+    )
+    return np.asarray(decoder.unembed(target.params, target.config, out.hidden[:, -1]))
+
+
+def test_blocks_that_were_damaged_on_disk_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    gguf_export.write(path, "qwen2", Kind.Q8_0)
+    load_target(path, quant="keep")
+    (made,) = (tmp_path / "cache").rglob("blocks-*.safetensors")
+    write_safetensors(
+        made, {"layers.0.q": Pending((1, 64), np.dtype(np.uint8), lambda: np.zeros((1, 64), np.uint8))}
+    )
+    with pytest.raises(CheckpointError, match=r"blocks-.* does not hold this model; delete it"):
+        load_target(path, quant="keep")
+
+
+def test_what_has_no_form_is_requantised_from_the_files_numbers(tmp_path: Path) -> None:
     def edit(writer: Any, tensors: dict[str, Any]) -> None:
         for key, kind in (("attn_q", Kind.Q5_0), ("ffn_down", Kind.F16), ("ffn_up", Kind.Q4_0)):
             for name in list(tensors):
@@ -68,23 +111,22 @@ def test_what_does_not_fit_is_requantised_from_the_files_numbers(tmp_path: Path)
     path = tmp_path / "m.gguf"
     gguf_export.write(path, "qwen2", Kind.Q8_0, edit=edit)
     wide = load_target(path, dtype="float32")
-    want, layer = wide.params["layers"][0], load_target(path, quant="keep-a8").params["layers"][0]
-    forms = {
-        "q": (8, 1),  # Q5_0: requantised, one scale a column
-        "down": (8, 1),  # F16
-        "up": (4, 1),  # Q4_0 and
-        "k": (8, 1),  # Q8_0: kept, groups of 32 of the 32 rows
-    }
-    for name, (bits, groups) in forms.items():
-        assert (layer[name].bits, layer[name].groups, layer[name].activation) == (bits, groups, "dynamic")
-        assert layer[name].dtype == np.dtype("bfloat16")
-    for name in ("up", "k"):
+    kept = load_target(path, quant="keep-a8")
+    want, layer = wide.params["layers"][0], kept.params["layers"][0]
+    for name, form in (("q", "Q5_0"), ("up", "Q4_0"), ("k", "Q8_0")):
+        assert (layer[name].form.name, layer[name].rounded, layer[name].dtype.name) == (
+            form,
+            True,
+            "bfloat16",
+        )
         np.testing.assert_array_equal(layer[name].dequantize(), want[name])
-        assert layer[name].scale.ndim == 2
-    for name in ("q", "down"):
-        direct = quantize_target(wide, "w8a8").params["layers"][0][name]
-        np.testing.assert_array_equal(layer[name].values, direct.values)
-        np.testing.assert_array_equal(layer[name].scale, direct.scale)
+    direct = quantize_target(wide, "w8a8").params["layers"][0]["down"]
+    np.testing.assert_array_equal(layer["down"].values, direct.values)
+    np.testing.assert_array_equal(layer["down"].scale, direct.scale)
+    with pytest.raises(
+        ConfigError, match=r"holds the blocks of a GGUF file, for which the eaglejax form has no place"
+    ):
+        write_quantized(kept, tmp_path / "out")
 
 
 def test_excluded_weights_and_float_activations(tmp_path: Path) -> None:
@@ -94,8 +136,9 @@ def test_excluded_weights_and_float_activations(tmp_path: Path) -> None:
     params = load_target(path, quant=plan).params
     layer = params["layers"][0]
     assert isinstance(layer["v"], jax.Array)
-    assert (layer["q"].bits, layer["q"].activation) == (8, "dynamic")
-    assert (layer["router"].activation, params["head"].activation, params["embed"].activation) == (None,) * 3
+    assert (layer["q"].form.name, layer["q"].rounded) == ("Q8_0", True)
+    # What excludes head and embedding are the errors of their weights, and here they have none.
+    assert (layer["router"].rounded, params["head"].rounded) == (False, True)
     plain = load_target(path, quant="w4a8").params
     assert plain["layers"][0]["q"].bits == 4
     assert plain["layers"][0]["experts"]["up"].shape == layer["experts"]["up"].shape

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from eaglejax.checkpoint.basis_file import write_basis
@@ -34,6 +35,7 @@ from eaglejax.models.decoder import param_table
 from eaglejax.models.target import Target
 from eaglejax.pytree import leaf_paths
 from eaglejax.quant.array import QuantArray
+from eaglejax.quant.blocks import is_blocks
 from eaglejax.rotation.basis import UNKNOWN_ROTATION
 
 SHARD_BYTES = 4 << 30
@@ -92,6 +94,11 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 
 def check_form(target: Target, form: QuantizedForm) -> None:
     """Refuse a target that a layout cannot hold; raises ConfigError with what it has no place for."""
+    if any(is_blocks(leaf) for leaf in jax.tree.leaves(target.params, is_leaf=is_blocks)):
+        raise ConfigError(
+            f"{target.name} holds the blocks of a GGUF file, for which the {form} form has no place; "
+            "the file itself is their form"
+        )
     cache = None if target.cache_format is None else kv_format(target.cache_format)
     static = cache is not None and cache.static
     if static != (target.cache_scales is not None):

@@ -18,6 +18,7 @@ from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.pytree import unflatten
 from eaglejax.quant.array import QuantArray
+from eaglejax.quant.blocks import BlockArray
 from eaglejax.quant.online import plain
 
 
@@ -71,7 +72,7 @@ def target_head(target: Target, ids: np.ndarray | None) -> tuple[Any, bool]:
     head = target.params["embed" if tied else "head"]
     if ids is None:
         return head, tied
-    if isinstance(head, QuantArray):
+    if isinstance(head, QuantArray | BlockArray):
         return head.columns(jnp.asarray(ids, jnp.int32)), tied
     return jnp.take(head, jnp.asarray(ids, jnp.int32), axis=0 if tied else 1), tied
 
