@@ -65,6 +65,19 @@ inline void store(void* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 inline void store(void* p, Ints v) { std::memcpy(p, &v, sizeof v); }
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
+// Has v computed before anything behind this that has to be. GCC else asks for all operands of a block first, and keeps
+// its sums in memory for want of registers.
+template <typename V>
+inline void settle(V& v) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(v));
+#elif defined(__x86_64__)
+  asm volatile("" : "+x"(v));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(v));
+#endif
+}
+
 #if defined(__AVX512F__)
 
 inline Floats broadcast(float a) { return _mm512_set1_ps(a); }

@@ -366,7 +366,11 @@ void multiply_integers(const Ints* panel, const Scales& scales, bool shifted, co
           KERNEL_UNROLL
           for (int i = 0; i < K::kWords; ++i) word[i] = broadcast(words[i * R + r]);
           KERNEL_UNROLL
-          for (int v = 0; v < V; ++v) K::add(sums[r][v], own[v], word);
+          for (int v = 0; v < V; ++v) {
+            K::add(sums[r][v], own[v], word);
+            KERNEL_UNROLL
+            for (int i = 0; i < K::kSums; ++i) kernel::settle(sums[r][v][i]);
+          }
         }
       }
       KERNEL_UNROLL
