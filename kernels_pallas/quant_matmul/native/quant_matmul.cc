@@ -221,11 +221,7 @@ struct NibbleTerms : IntSums {
   static constexpr int64_t starts(int64_t terms) { return kernel::ceil_div(terms, kSegment); }
   static constexpr int64_t start_of(int64_t term) { return term / kSegment; }
   static Ints first(const int32_t*) { return kernel::broadcast(0); }
-  static Ints multiply(Ints nibbles, Ints word, Ints sum) {
-    sum = kernel::multiply_nibbles(nibbles, word, sum);
-    kernel::settle(sum);
-    return sum;
-  }
+  static Ints multiply(Ints nibbles, Ints word, Ints sum) { return kernel::multiply_nibbles(nibbles, word, sum); }
   static void lay_out(const char* const (&rows)[4], int32_t* to) { nibble_quads(rows, to); }
   static void words(const int8_t* numbers, int32_t* to) { quad_words<true>(numbers, to); }
   static void start(const int8_t* numbers, int64_t count, int32_t* to) {
