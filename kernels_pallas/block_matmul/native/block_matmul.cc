@@ -129,18 +129,20 @@ inline void unpack_group(const uint8_t* from, const Put& put) {
   }
 }
 
+// The same, of numbers of 8 bits and of fewer.
 template <typename Put>
-inline void unpack_group(const Form& form, const uint8_t* from, const Put& put) {
-  if (form.codebook) {
-    return unpack_group<4>(from, [&](int q, int v, Ints places) { put(q, v, kernel::pick(kCodebook, places)); });
-  }
+inline void unpack_wide(const Form& form, const uint8_t* from, const Put& put) {
+  if (!form.codebook) return unpack_group<8>(from, put);
+  unpack_group<4>(from, [&](int q, int v, Ints places) { put(q, v, kernel::pick(kCodebook, places)); });
+}
+template <typename Put>
+inline void unpack_narrow(const Form& form, const uint8_t* from, const Put& put) {
   switch (form.bits) {
     case 2: return unpack_group<2>(from, put);
     case 3: return unpack_group<3>(from, put);
     case 4: return unpack_group<4>(from, put);
     case 5: return unpack_group<5>(from, put);
     case 6: return unpack_group<6>(from, put);
-    case 8: return unpack_group<8>(from, put);
   }
 }
 
@@ -420,13 +422,20 @@ struct IntegerProduct {
   void prepare(const float* x, int64_t first, int64_t size, int64_t r) const {
     prepare_row<K>(rows, p.form, x, first, size, r);
   }
-  void step(const uint8_t* tile, int64_t first, int64_t last, void* panel, Scales& scales, float* totals) const {
+  // Compiled once for all types of x.
+  __attribute__((noinline)) void step(const uint8_t* tile, int64_t first, int64_t last, void* panel, Scales& scales,
+                                      float* totals) const {
     Ints* numbers = static_cast<Ints*>(panel);
     for_step(p.form, tile, first, last, scales, [&](int64_t g, const uint8_t* packed) {
       Ints* to = numbers + g * kQuads * kVectors * K::kParts;
-      unpack_group(p.form, packed, [&](int q, int v, Ints quads) {
+      const auto put = [&](int q, int v, Ints quads) {
         K::put(p.form, quads, to + (q * kVectors + v) * K::kParts);
-      });
+      };
+      if constexpr (wide) {
+        unpack_wide(p.form, packed, put);
+      } else {
+        unpack_narrow(p.form, packed, put);
+      }
     });
     const int64_t groups = (last - first) * kGroup / p.form.group;
     if (p.form.mins) {
@@ -501,7 +510,8 @@ struct FloatProduct {
     float* to = x + first * p.k + r;
     for (int64_t i = 0; i < p.k; ++i) to[i * size] = from[i];
   }
-  void step(const uint8_t* tile, int64_t first, int64_t last, void* panel, Scales& scales, float* totals) const {
+  __attribute__((noinline)) void step(const uint8_t* tile, int64_t first, int64_t last, void* panel, Scales& scales,
+                                      float* totals) const {
     float* numbers = static_cast<float*>(panel);
     const int per_group = kGroup / p.form.group;
     for_step(p.form, tile, first, last, scales, [](int64_t, const uint8_t*) {});
@@ -509,7 +519,7 @@ struct FloatProduct {
     for (int64_t g = first; g < last; ++g) {
       const uint8_t* packed = tile + g / groups * p.form.unit_bytes() + g % groups * p.form.packed_group();
       float* to = numbers + (g - first) * kGroup * kTile;
-      unpack_group(p.form, packed, [&](int q, int v, Ints quads) {
+      const auto put = [&](int q, int v, Ints quads) {
         const int64_t scaled = (g - first) * per_group + q * 4 / p.form.group;
         const Floats scale = load(scales.scale[scaled] + v * kLanes), shift = load(scales.shift[scaled] + v * kLanes);
         KERNEL_UNROLL
@@ -517,7 +527,12 @@ struct FloatProduct {
           const Floats number = kernel::to_floats((Ints)(((IntLanes)quads >> 8 * i) & 0xff));
           store(to + (4 * q + i) * kTile + v * kLanes, multiply_add(number, scale, shift));
         }
-      });
+      };
+      if (p.form.width() == 8) {
+        unpack_wide(p.form, packed, put);
+      } else {
+        unpack_narrow(p.form, packed, put);
+      }
     }
     kernel::for_row_blocks(p.rows, [&](auto size, int64_t row) {
       constexpr int R = size, J = R == 1 ? 4 : R <= 3 ? 2 : 1;
