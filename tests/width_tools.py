@@ -35,3 +35,21 @@ class Turns(WidthPolicy):
     def update(self, memory: jax.Array, menu: tuple[int, ...], judged: Judged) -> jax.Array:
         del menu, judged
         return memory + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Likely(WidthPolicy):
+    """The widths one after the other, as far as the next node's score is ``least`` in some row; ``ahead``:
+    the last width where the last of these nodes has that score, else the first."""
+
+    least: float = 0.4
+    ahead: bool = False
+
+    def init(self, menu: tuple[int, ...]) -> tuple[()]:
+        del menu
+        return ()
+
+    def choose(self, memory: tuple[()], menu: tuple[int, ...], scores: jax.Array) -> jax.Array:
+        del memory
+        good = scores.max(0)[jnp.asarray(menu[:-1])] >= self.least
+        return jnp.where(good[-1], len(menu) - 1, 0) if self.ahead else jnp.cumprod(good).sum()

@@ -2,7 +2,8 @@
 
 A proposer is a ``Case`` in ``PROPOSERS``; a kind of target, by what its layers keep of a token, is a
 ``Layers`` in ``LAYERS``. Every proposer runs over the plain target, and some over every kind; the rest of
-the product, and what a case calls ``slow``, belongs to `make test-all`.
+the product, and what a case calls ``slow``, belongs to `make test-all`. ``JUDGING`` are cases whose rounds
+judge parts of their drafts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from loop_tools import (
     tiny_config,
 )
 from scripted import FromTables, Predicted, Scripted
+from width_tools import Likely, Turns
 
 from eaglejax import pytree
 from eaglejax.drafts.autoregressive import Autoregressive
@@ -49,6 +51,8 @@ from eaglejax.nn.latent import LatentAttention
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.recurrent import GatedDelta
 from eaglejax.nn.rope import RopeConfig
+from eaglejax.speculate import rounds
+from eaglejax.speculate.widths import Widest, WidthPolicy
 
 Rows = Sequence[Sequence[int]]
 
@@ -70,7 +74,9 @@ class Case:
     what its requests bring, for rows that greedy decoding would write as ``texts`` (prompts included) over
     the target of ``layers``, the ``small`` one or the other; ``turn`` varies them without changing a shape.
     ``committed``: drafts and state follow from the committed text alone, not from the rounds that wrote it.
-    ``slow``: names of test files (without ``test_``) whose tests of this case are slow, "all" for all.
+    ``widths``, ``policy``: what its rounds judge of their drafts, see ``Program``. ``omit``: names of test
+    files (without ``test_``) that say nothing of it; ``slow``: of those whose tests of it are slow, "all" for
+    all.
     """
 
     name: str
@@ -79,6 +85,9 @@ class Case:
     committed: bool = True
     slow: frozenset[str] = frozenset()
     layers: Layers = PLAIN
+    widths: tuple[int, ...] = ()
+    policy: WidthPolicy = dataclasses.field(default_factory=Widest)
+    omit: frozenset[str] = frozenset()
 
     @property
     def proposer(self) -> Any:
@@ -89,6 +98,15 @@ class Case:
     def target(self) -> Target:
         """The target for texts."""
         return self.layers.target()
+
+    @property
+    def judged(self) -> dict[str, Any]:
+        """What its rounds judge, for ``Program`` and for options."""
+        return {"widths": self.widths, "policy": self.policy}
+
+    def program(self, **options: Any) -> rounds.Program:
+        """What a round over the target for texts is compiled for."""
+        return rounds.Program(self.target.config, self.proposer, **options, **self.judged)
 
     def params(self, texts: Rows, batch: int = BATCH, turn: int = 0) -> Any:
         """The proposer's params for rows that will be ``texts``, by turns if ``batch`` has more."""
@@ -103,6 +121,28 @@ class Case:
     def over(self, layers: Layers) -> Case:
         """The same proposer over another kind of target."""
         return dataclasses.replace(self, name=f"{self.name}-{layers.name}", layers=layers)
+
+    def by_turns(self, *menu: int, quick: str = "") -> Case:
+        """The same proposer in rounds of every width of ``menu`` in turn, behind two that do not draft.
+
+        What three tokens are distributed like says nothing of them: the first two rounds rest. ``quick``:
+        names of test files whose tests of it are not slow.
+        """
+        return self._judging("turns", menu, Turns(), LAW, quick)
+
+    def by_score(self, *menu: int, quick: str = "") -> Case:
+        """The same proposer in rounds whose width the scores of the drafts decide.
+
+        As a policy looks at the whole batch, a sampled row's draws depend on its mates.
+        """
+        return self._judging("likely", menu, Likely(), frozenset({"rows"}), quick)
+
+    def _judging(
+        self, how: str, menu: tuple[int, ...], policy: WidthPolicy, omit: frozenset[str], quick: str
+    ) -> Case:
+        slow = frozenset({"greedy", "law", "state", "rows", "metrics"}) - set(quick.split())
+        name = f"{self.name}-{how}"
+        return dataclasses.replace(self, name=name, widths=menu, policy=policy, omit=omit, slow=slow)
 
 
 def _which(text: Sequence[int], turn: int) -> int:
@@ -292,6 +332,21 @@ PROPOSERS = [
 ]
 """Every proposer, one line each."""
 
+CASES = {case.name: case for case in PROPOSERS}
+"""Those over the plain target, by name, for tests of what is special about one of them."""
+
+JUDGING = [
+    CASES["mixed"].by_turns(1, 4, 16, quick="greedy metrics"),
+    CASES["ngram"].by_turns(2, 3),
+    CASES["draft_model"].by_turns(1, 2, 3, quick="state"),
+    CASES["eagle1_chain"].by_turns(1, 2, 4, quick="rows"),
+    CASES["eagle3_dynamic"].by_turns(1, 4, 16),
+    CASES["eagle3_dynamic"].by_score(1, 4, 16),
+    CASES["eagle1_chain"].by_score(2, 3, 4),
+    CASES["eagle3_tree"].by_score(4, 6, 16, quick="law"),
+]
+"""Rounds that judge parts of their drafts, or do not draft at all, one line each."""
+
 LATENT = LatentAttention(4, 6, 4, 5, 8, scale=10**-0.5, rope=RopeConfig(theta=100.0), query_rank=7)
 DELTA = GatedDelta(key_heads=2, heads=4, key_dim=6, value_dim=5, kernel=3)
 
@@ -347,14 +402,12 @@ QUICK = {("mixed", "turbo3"), ("mixed", "latent"), ("mixed", "recurrent"), ("eag
 
 def cases(name: str) -> Iterator[Any]:
     """The product as parameters of the test file ``test_<name>.py``; see the module's text."""
-    for case in PROPOSERS:
-        for layers in LAYERS:
+    for case in PROPOSERS + JUDGING:
+        if name in case.omit:
+            continue
+        for layers in LAYERS if case in PROPOSERS else [PLAIN]:
             if layers == PLAIN:
                 full, slow = case, bool(case.slow & {"all", name})
             else:
                 full, slow = case.over(layers), (case.name, layers.name) not in QUICK or name != "state"
             yield pytest.param(full, id=full.name, marks=pytest.mark.slow if slow else ())
-
-
-CASES = {case.name: case for case in PROPOSERS}
-"""Those over the plain target, by name, for tests of what is special about one of them."""

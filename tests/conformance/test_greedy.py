@@ -36,6 +36,7 @@ Starts = tuple[tuple[int, ...], ...]
 
 def check(case: Case, starts: Starts, *, turn: int = 0, **options: Any) -> list[Any]:
     texts = greedy_texts(starts, case.layers)
+    options = {**case.judged, **options}
     results = decode(case.proposer, case.params(texts, turn=turn), starts, target=case.target, **options)
     limits = options.get("limits", CONTEXT)
     for row, result in enumerate(results):
@@ -93,7 +94,7 @@ def test_a_row_alone_in_its_batch(case: Case) -> None:
     texts = greedy_texts(prompts(), case.layers)
     for row, start in enumerate(prompts()):
         params = case.params([texts[row]])
-        assert decode(case.proposer, params, [start], target=case.target)[0].token_ids == list(
+        assert decode(case.proposer, params, [start], target=case.target, **case.judged)[0].token_ids == list(
             texts[row][len(start) :]
         )
 
@@ -102,7 +103,7 @@ def test_a_row_that_joins_others_in_the_middle_of_their_texts(case: Case) -> Non
     """Each row in turn comes last, two rounds after the others, over what has gone on in its slot since."""
     texts = greedy_texts(prompts(), case.layers)
     sizes = [len(p) for p in prompts()]
-    program = rounds.Program(case.target.config, case.proposer)
+    program = case.program()
     for late in range(BATCH):
         weights, inputs = split(case.proposer, case.params(texts, turn=late))
         params = rounds.Params(case.target.params, weights)
@@ -149,7 +150,7 @@ def test_stop_strings_end_the_text_where_plain_decoding_would(case: Case) -> Non
     for begin in range(8):
         stop = (words[begin % BATCH][begin : begin + 1 + begin % 3], "never in any text")
         params = case.params(texts, turn=begin)
-        results = decode(case.proposer, params, prompts(), target=target, stop=stop)
+        results = decode(case.proposer, params, prompts(), target=target, stop=stop, **case.judged)
         for result, answer in zip(results, answers, strict=True):
             text, tokens, reason = stop_oracle(answer, stop)
             assert (result.text, result.token_ids, result.finish_reason) == (text, tokens, reason), stop

@@ -66,7 +66,7 @@ def sampler(case: Case, method: str) -> Any:
     a batch of one; one program for all settings."""
     target = case.layers.small_target()
     proposer, brought = case.small([*PROMPT, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4])
-    program = rounds.Program(target.config, proposer, method)
+    program = rounds.Program(target.config, proposer, method, **case.judged)
     weights, inputs = split(proposer, brought)
     given = rounds.Params(target.params, weights), inputs, target.cache_scales, jnp.asarray([PROMPT])
 

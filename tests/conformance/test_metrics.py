@@ -3,6 +3,8 @@ is."""
 
 from __future__ import annotations
 
+import collections
+
 import numpy as np
 import pytest
 from cases import Case, cases
@@ -33,9 +35,11 @@ def test_the_books_are_those_of_the_rounds(case: Case) -> None:
     eos = (next(t for t in texts[1][sizes[1] + depth + 2 :] if t not in begin), NO_EOS[0])
     limits = [depth + 3, CONTEXT, CONTEXT]
     params = case.params(texts, turn=2)
-    results = decode(case.proposer, params, prompts(), target=case.target, limits=limits, eos=eos)
+    results = decode(
+        case.proposer, params, prompts(), target=case.target, limits=limits, eos=eos, **case.judged
+    )
 
-    program = rounds.Program(case.target.config, case.proposer)
+    program = case.program()
     weights, inputs = split(case.proposer, params)
     both = rounds.Params(case.target.params, weights)
     budget = [min(a, CONTEXT - n) for a, n in zip(limits, sizes, strict=True)]
@@ -49,16 +53,18 @@ def test_the_books_are_those_of_the_rounds(case: Case) -> None:
             found[row] += record.tokens[row, :n].tolist()
             if n:
                 played[row].append(
-                    (n, *(int(x[row]) for x in (record.accepted, record.drafted, record.reach)))
+                    (n, *(int(x[row]) for x in (record.accepted, record.drafted, record.reach, record.width)))
                 )
     for result, tokens, turns in zip(results, found, played, strict=True):
         stats = result.stats
         assert result.token_ids == tokens
-        counts, accepted, drafted, reach = zip(*turns, strict=True)
+        counts, accepted, drafted, reach, width = zip(*turns, strict=True)
         assert (stats.num_tokens, stats.round_tokens) == (len(tokens), len(tokens) - 1)
         assert (stats.target_forwards, stats.round_tokens) == (len(turns), sum(counts))
         assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (sum(drafted), sum(accepted))
         assert stats.num_drafts == sum(n > 0 for n in drafted)
+        assert dict(stats.widths) == collections.Counter(width)
+        assert all(n < w for n, w in zip(drafted, width, strict=True))
         assert stats.mean_acceptance_length == sum(counts) / len(counts)
         # A round emits one token more than it accepts, but for a last one that was cut.
         assert all(n == a + 1 for n, a in zip(counts[:-1], accepted[:-1], strict=True))

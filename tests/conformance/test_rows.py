@@ -41,7 +41,7 @@ def run(case: Case, order: list[int], settings: list[Any], **options: Any) -> li
         [prompts()[i] for i in order],
         samplings=[settings[i] for i in order],
         target=options.pop("target", case.target),
-        **{"limits": LIMIT, "logprobs": True, **options},
+        **{"limits": LIMIT, "logprobs": True, **case.judged, **options},
     )
 
 

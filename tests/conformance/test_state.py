@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case, cases, nothing
@@ -28,7 +29,7 @@ from loop_tools import (
     start,
 )
 
-from eaglejax.drafts.base import Draft
+from eaglejax.drafts.base import Draft, Proposal
 from eaglejax.nn import kv_codec
 from eaglejax.nn.kv_codec import PackedKV
 from eaglejax.speculate import rounds
@@ -71,21 +72,37 @@ def assert_same(got: Any, want: Any, lengths: Sequence[int], *, exact: bool, row
 
 @functools.partial(jax.jit, static_argnums=0)
 def step(program: rounds.Program, params: rounds.Params, state: rounds.DecodeState) -> tuple[Any, Any, Draft]:
-    """A round by its halves, and the draft between them; nothing is donated."""
-    draft, memory = rounds.propose(program, params, state)
+    """A round, by its halves where all of a draft is judged, and what was drafted; nothing is donated."""
+    draft, memory = rounds.propose(program, params, rounds.catch_up(program, params, state))
+    if program.widths:
+        return *rounds.decode_round(program, params, state), draft
     return *rounds.judge(program, params, dataclasses.replace(state, proposer=memory), draft), draft
 
 
-def longest(draft: Any, row: int, after: Sequence[int]) -> int:
-    """Drafts on the longest path that says what comes ``after`` the root."""
-    tokens, parent, depth, valid = (
-        np.asarray(x)[row] for x in (draft.tokens, draft.parent, draft.depth, draft.valid)
-    )
-    right = [True] + [False] * (len(tokens) - 1)
-    for i in range(1, len(tokens)):
-        if valid[i] and right[parent[i]] and depth[i] <= len(after):
-            right[i] = tokens[i] == after[depth[i] - 1]
-    return int(depth[right].max())
+catch_up = jax.jit(rounds.catch_up, static_argnums=0)
+
+
+def best(draft: Draft, inside: np.ndarray, width: int) -> np.ndarray:
+    """Which nodes [N] bool of one row's draft are the ``width`` best of those ``inside`` [N]."""
+    number = np.arange(len(inside))
+    score = np.where(number == 0, 2.0, np.where(inside, draft.cut_score, -1.0))
+    kept = np.lexsort((number, -score))[:width]
+    return inside & np.isin(number, kept)
+
+
+def scored(draft: Draft) -> Draft:
+    """The draft's nodes alone, each with a score."""
+    score = jnp.ones(draft.tokens.shape) if draft.cut_score is None else draft.cut_score
+    return dataclasses.replace(draft, proposal=Proposal(), cut_score=score)
+
+
+def longest(draft: Draft, judged: np.ndarray, after: Sequence[int]) -> int:
+    """Drafts on the longest path of one row's ``judged`` [N] nodes that say what comes ``after`` the root."""
+    right = [True] + [False] * (len(judged) - 1)
+    for i in range(1, len(judged)):
+        if judged[i] and right[draft.parent[i]] and draft.depth[i] <= len(after):
+            right[i] = draft.tokens[i] == after[draft.depth[i] - 1]
+    return int(draft.depth[right].max())
 
 
 def check_draft(draft: Draft, case: Case) -> None:
@@ -136,10 +153,10 @@ def recomputed(
 def test_every_round_leaves_the_state_of_the_committed_text(case: Case) -> None:
     """In the second turn row 0 ends in the middle of a block, keeps its state, and disturbs nobody."""
     target, depth = case.target, case.proposer.depth
-    program = rounds.Program(target.config, case.proposer, logprobs=True)
+    program = case.program(logprobs=True)
     known = [greedy_texts(prompts(), case.layers, s)[b] for b, s in enumerate((GREEDY, COLD, GREEDY))]
     sizes = [len(p) for p in prompts()]
-    accepted = set()
+    accepted, widths = set(), set()
     for turn in range(2):
         weights, inputs = split(case.proposer, case.params(known, turn=turn))
         params = rounds.Params(target.params, weights)
@@ -157,17 +174,19 @@ def test_every_round_leaves_the_state_of_the_committed_text(case: Case) -> None:
                 for t, n in zip(texts, sizes, strict=True)
             ]
             np.testing.assert_array_equal(state.rows.counts, emitted)
-            again = recomputed(case, program, params, state, texts, inputs)
+            # What rounds without a draft have left unread is read first.
+            whole = catch_up(program, params, state)
+            again = recomputed(case, program, params, whole, texts, inputs)
             assert_same(state.cache, again.cache, lengths, exact=case.layers.exact)
             assert_same(
-                state.proposer,
+                whole.proposer,
                 again.proposer,
                 lengths,
                 exact=case.layers.exact,
                 rows_too=case.committed,
             )
             if not case.committed:
-                again = dataclasses.replace(again, proposer=state.proposer)
+                again = dataclasses.replace(again, proposer=whole.proposer)
             left = np.asarray(state.budget - state.emitted)
             done = np.asarray(state.done)
             _, other_record, _ = step(program, params, again)
@@ -186,13 +205,16 @@ def test_every_round_leaves_the_state_of_the_committed_text(case: Case) -> None:
                 took = int(record.accepted[row])
                 accepted.add(took)
                 assert took <= count[row] <= took + 1
-                inside = np.asarray(draft.valid & (draft.depth <= left[row]))[row]
-                assert record.drafted[row] == inside.sum() - 1
+                own = jax.tree.map(lambda x, row=row: np.asarray(x[row]), scored(draft))
+                judged = best(own, own.valid & (own.depth <= left[row]), int(record.width[row]))
+                assert record.drafted[row] == judged.sum() - 1
+                widths.add(int(record.width[row]))
                 if SETTINGS[row].temperature == 0:
                     # The longest path of right guesses, not a node more or less.
                     whole = known[row][len(prompts()[row]) :]
                     assert texts[row][sizes[row] :] == list(whole[: len(texts[row]) - sizes[row]])
                     at = lengths[row] + 1
-                    assert took == longest(draft, row, known[row][at : at + left[row]])
+                    assert took == longest(own, judged, known[row][at : at + left[row]])
     # Nobody helps a proposer that is given nothing; ``test_greedy`` shows that its drafts get accepted.
     assert case.weights is nothing or len(accepted) > 1
+    assert len(widths) > (len(program.menu) > 1)

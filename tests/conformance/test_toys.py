@@ -1,5 +1,5 @@
-"""A family of drafts that is made in this file joins the conformance suite with one line, and nothing else of
-the project knows it."""
+"""A family of drafts, a kind of layer cache and a family of targets that are made in this file join the
+conformance suite with one line each, and nothing else of the project knows them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,38 @@ import dataclasses
 import functools
 import itertools
 import json
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_greedy
+import test_law
+import test_metrics
+import test_rows
 import test_state
-from cases import Case, Rows
-from loop_tools import Layers, greedy_texts, prompts
+from cases import CASES, Case, Rows
+from loop_tools import CONTEXT, Layers, greedy_texts, prompts, small_config, tiny_config
 from safetensors.numpy import save_file
 
-from eaglejax import sampling
+from eaglejax import pytree, sampling
 from eaglejax.drafts.base import Bound, Draft, Observation, Proposal
 from eaglejax.drafts.family import DraftFamily, DraftMethod
 from eaglejax.drafts.files import DraftFiles
 from eaglejax.drafts.registry import load_draft, registered
 from eaglejax.drafts.static import OnChain, chain_draft
+from eaglejax.models import families
+from eaglejax.models.config import LayerSpec, ModelConfig
 from eaglejax.models.target import Target
+from eaglejax.nn.cache import Placement, put_row
+from eaglejax.nn.linear import linear
+from eaglejax.pytree import ArrayInfo
 from eaglejax.sampling import RowSampling
 
 
@@ -134,16 +144,136 @@ def bigram(proposer: Any, layers: Layers, small: bool, texts: Rows, turn: int) -
     return bound.params
 
 
-TOY = Case("toy_draft", lambda target: Bigram(), bigram)
+@pytree.dataclass
+class Total:
+    """A memory of one vector a row: ``total`` [B, H] f32 of all committed tokens' values; ``written`` [B, N,
+    H]: those of the tokens written last, until they are committed."""
+
+    total: jax.Array
+    written: jax.Array | None = None
+
+    @property
+    def capacity(self) -> None:
+        return None
+
+    def commit(self, lengths: jax.Array, path: jax.Array | None, kept: jax.Array) -> Total:
+        new = self.written
+        if path is not None:
+            new = jnp.take_along_axis(new, path[:, :, None], axis=1)
+        real = jnp.arange(new.shape[1]) < kept[:, None]
+        return Total(self.total + jnp.where(real[:, :, None], new, 0).sum(1))
+
+    def insert(self, slot: jax.Array, other: Total, row: jax.Array) -> Total:
+        return Total(put_row(self.total, slot, other.total, row))
+
+    def release(self, slot: jax.Array) -> Total:
+        return Total(self.total.at[slot].set(0))
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        test_greedy.test_to_the_end_of_the_context,
-        test_state.test_every_round_leaves_the_state_of_the_committed_text,
-    ],
-    ids=lambda test: test.__name__,
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A mixer: each token reads the mean of the values of those before it and its own."""
+
+    def table(self, wide: int, hidden: int, norm: Any, dtype: Any) -> dict[str, Any]:
+        return {
+            "v": ArrayInfo((wide, hidden), dtype, ("embed", None)),
+            "o": ArrayInfo((hidden, hidden), dtype, (None, "embed")),
+        }
+
+    def cache_table(self, batch: int, capacity: int, kv_form: Any) -> Total:
+        return Total(ArrayInfo((batch, MEAN_WIDTH), jnp.float32, ("batch", None)))
+
+    def __call__(
+        self, weights: Any, y: jax.Array, angles: Any, norm: Any, memory: Total, at: Placement
+    ) -> tuple[jax.Array, Total]:
+        value = linear(y, weights["v"])
+        seen = at.visible.new(y.shape[1], at.lengths).astype(jnp.float32)
+        total = memory.total[:, None] + jnp.einsum("bnm,bmh->bnh", seen, value)
+        mean = total / (at.lengths[:, None] + seen.sum(-1))[:, :, None]
+        return linear(mean, weights["o"]), Total(memory.total, value)
+
+
+MEAN_WIDTH = 16
+
+
+def mean_layers(build: Callable[..., ModelConfig]) -> Callable[[], ModelConfig]:
+    """A model of full attention whose last layer reads means."""
+    return functools.partial(
+        build, hidden_size=MEAN_WIDTH, num_layers=2, layers=(LayerSpec(), LayerSpec(mixer=Mean()))
+    )
+
+
+@functools.cache
+def toy_family(vocab_size: int) -> ModelConfig:
+    """A ``model_type`` of this file, read from a config.json like any other."""
+    toy = families.Family(
+        defaults={"hidden_act": "gelu"},
+        layers=lambda read, count, context: (LayerSpec(window=read.integer("toy_window")),) * count,
+        fields=lambda read: {"final_softcap": 20.0, "qk_norm": True},
+    )
+    # Other tests list the families.
+    with mock.patch.dict(families.FAMILIES):
+        families.register("toy", toy)
+        return families.from_hf(TOY_CONFIG | {"vocab_size": vocab_size})
+
+
+TOY_CONFIG = {
+    "model_type": "toy",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "toy_window": 9,
+}
+
+
+TOYS = [
+    Case("toy_draft", lambda target: Bigram(), bigram),
+    CASES["mixed"].over(Layers("toy_cache", mean_layers(tiny_config), mean_layers(small_config))),
+    CASES["mixed"].over(Layers("toy_family", lambda: toy_family(32), lambda: toy_family(5))),
+]
+"""One line each."""
+
+SUITE = [
+    test
+    for module in (test_greedy, test_state, test_rows, test_metrics, test_law)
+    for name, test in vars(module).items()
+    if name.startswith("test_") and "case" in test.__annotations__
+]
+QUICK = (
+    test_greedy.test_to_the_end_of_the_context,
+    test_state.test_every_round_leaves_the_state_of_the_committed_text,
 )
-def test_a_toy_passes_the_suite(test: Callable[[Case], None]) -> None:
-    test(TOY)
+ON_CHAINS = (test_law.test_joint_law_of_block_verification,)
+
+
+@pytest.fixture
+def optimised_as_in_its_module(test: Callable[[Case], None]) -> Iterator[None]:
+    """Compiles as the module that ``test`` comes from asks for."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    plain = not getattr(sys.modules[test.__module__], "OPTIMISED", False)
+    jax.config.update("jax_disable_most_optimizations", before and plain)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("optimised_as_in_its_module")
+@pytest.mark.parametrize(
+    ("test", "case"),
+    [
+        pytest.param(
+            test, case, id=f"{test.__name__}-{case.name}", marks=() if test in QUICK else pytest.mark.slow
+        )
+        for test in SUITE
+        for case in TOYS
+        if test not in ON_CHAINS or case.proposer.chain
+    ],
+)
+def test_a_toy_passes_the_suite(test: Callable[[Case], None], case: Case) -> None:
+    test(case)

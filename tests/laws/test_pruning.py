@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from law_tools import tile, tree
 from scipy import stats
+from width_tools import Likely
 
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import widths
@@ -90,21 +90,6 @@ def test_a_draft_without_scores_loses_its_last_nodes() -> None:
     assert np.asarray(pruned.parent).tolist() == [[0, 0, 1]]
     line, _ = widths.prune(tree([[5, 6, 7, 8]], [0, 0, 1, 2]), 2)
     assert (line.chain, line.max_depth) == (True, 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Likely(WidthPolicy):
-    """As many drafts as score 0.4 at least, one after the other; ``ahead``: two as soon as the second does,
-    else none."""
-
-    ahead: bool = False
-
-    def init(self, menu: tuple[int, ...]) -> tuple[()]:
-        return ()
-
-    def choose(self, memory: tuple[()], menu: tuple[int, ...], scores: jax.Array) -> jax.Array:
-        good = scores[0, 1:] >= 0.4
-        return jnp.where(good[1], 2, 0) if self.ahead else jnp.cumprod(good).sum()
 
 
 P1 = np.asarray([0.4, 0.3, 0.2, 0.1])
