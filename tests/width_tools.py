@@ -11,7 +11,7 @@ from eaglejax.speculate.widths import Judged, WidthPolicy
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns(WidthPolicy):
+class Turns(WidthPolicy[jax.Array]):
     """Rounds of every width of the menu in turn, the widest first, behind ``rest`` rounds without a draft, or
     of the widest where all draft.
 
@@ -38,7 +38,7 @@ class Turns(WidthPolicy):
 
 
 @dataclasses.dataclass(frozen=True)
-class Likely(WidthPolicy):
+class Likely(WidthPolicy[tuple[()]]):
     """The widths one after the other, as far as the next node's score is ``least`` in some row; ``ahead``:
     the last width where the last of these nodes has that score, else the first."""
 

@@ -15,24 +15,24 @@ from eaglejax.sampling import RowSampling
 
 
 @dataclasses.dataclass(frozen=True)
-class Autoregressive(OnChain):
+class Autoregressive(OnChain[None, tuple[()]]):
     """A lone root (N = 1, D = 0), so a round is one token. No weights and no state."""
 
     length = 0
 
-    def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> tuple[()]:
+    def init(self, params: None, *, batch: int, capacity: int, inputs: Any = ()) -> tuple[()]:
         """No state."""
         del params, batch, capacity, inputs
         return ()
 
-    def observe(self, params: Any, state: tuple[()], seen: Observation) -> tuple[()]:
+    def observe(self, params: None, state: tuple[()], seen: Observation) -> tuple[()]:
         """Nothing to remember."""
         del params, seen
         return state
 
     def propose(
         self,
-        params: Any,
+        params: None,
         state: tuple[()],
         root: jax.Array,
         lengths: jax.Array,

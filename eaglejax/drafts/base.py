@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -19,6 +19,11 @@ from eaglejax import pytree
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import Boundary
 from eaglejax.sampling import RowSampling, Sampling
+
+ParamsT = TypeVar("ParamsT")
+"""A proposer's weights: a pytree, or None."""
+StateT = TypeVar("StateT")
+"""A proposer's memory: a pytree in whose arrays the first axis is the row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Bound:
     source: str | None = None
 
 
-class Proposer(abc.ABC):
+class Proposer(abc.ABC, Generic[ParamsT, StateT]):
     """See the module's text. ``nodes`` is N (root included), ``depth`` D, ``chain`` as in Draft."""
 
     @property
@@ -154,7 +159,7 @@ class Proposer(abc.ABC):
         del row, tokens
 
     @abc.abstractmethod
-    def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> Any:
+    def init(self, params: ParamsT, *, batch: int, capacity: int, inputs: Any = ()) -> StateT:
         """State before any token: ``capacity`` is the most tokens a row can come to hold, N included.
 
         ``inputs``, from :meth:`inputs`, become part of it where the proposer has any. The first axis of every
@@ -162,13 +167,19 @@ class Proposer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def observe(self, params: Any, state: Any, seen: Observation) -> Any:
+    def observe(self, params: ParamsT, state: StateT, seen: Observation) -> StateT:
         """Take in committed tokens; called once a prefill chunk and once a round."""
 
     @abc.abstractmethod
     def propose(
-        self, params: Any, state: Any, root: jax.Array, lengths: jax.Array, rows: RowSampling, keys: jax.Array
-    ) -> tuple[Draft, Any]:
+        self,
+        params: ParamsT,
+        state: StateT,
+        root: jax.Array,
+        lengths: jax.Array,
+        rows: RowSampling,
+        keys: jax.Array,
+    ) -> tuple[Draft, StateT]:
         """Guess what follows ``root`` [B] int32, which sits at position ``lengths`` [B].
 
         ``keys`` [B] are typed PRNG keys that no one else draws from. Nodes past the row's end may be

@@ -89,7 +89,7 @@ def lookup(
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram(OnChain):
+class NGram(OnChain[None, jax.Array]):
     """Prompt lookup with a chain of up to ``length`` tokens, see :func:`lookup`.
 
     ``max_ngram`` and ``min_ngram``: the longest and shortest suffix searched for, both included. Raises
@@ -110,19 +110,19 @@ class NGram(OnChain):
                 "the shortest suffix cannot be longer than the longest"
             )
 
-    def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> jax.Array:
+    def init(self, params: None, *, batch: int, capacity: int, inputs: Any = ()) -> jax.Array:
         """An empty history, [batch, capacity] int32."""
         del params, inputs
         return jnp.zeros((batch, capacity), jnp.int32)
 
-    def observe(self, params: Any, state: jax.Array, seen: Observation) -> jax.Array:
+    def observe(self, params: None, state: jax.Array, seen: Observation) -> jax.Array:
         """Write the committed tokens at their positions."""
         del params
         return remember(state, seen)
 
     def propose(
         self,
-        params: Any,
+        params: None,
         state: jax.Array,
         root: jax.Array,
         lengths: jax.Array,

@@ -53,7 +53,7 @@ class PredictionState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction(OnChain):
+class Prediction(OnChain[None, PredictionState]):
     """Drafts from the caller's prediction, a chain of up to ``length`` tokens.
 
     ``memory``: how many tokens of agreement are told apart. Raises ConfigError for settings below 1.
@@ -90,7 +90,7 @@ class Prediction(OnChain):
             count[row] = len(text)
         return Predictions(tokens=jnp.asarray(tokens), count=jnp.asarray(count))
 
-    def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> PredictionState:
+    def init(self, params: None, *, batch: int, capacity: int, inputs: Any = ()) -> PredictionState:
         """An empty history; the prediction is followed from its start. Without ``inputs`` no row has one."""
         del params
         predictions = inputs or self.inputs((), batch)
@@ -105,14 +105,14 @@ class Prediction(OnChain):
             started=jnp.zeros((batch,), bool),
         )
 
-    def observe(self, params: Any, state: PredictionState, seen: Observation) -> PredictionState:
+    def observe(self, params: None, state: PredictionState, seen: Observation) -> PredictionState:
         """Write the committed tokens at their positions."""
         del params
         return dataclasses.replace(state, history=remember(state.history, seen))
 
     def propose(
         self,
-        params: Any,
+        params: None,
         state: PredictionState,
         root: jax.Array,
         lengths: jax.Array,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from eaglejax.drafts.base import Draft, Proposal, Proposer
+from eaglejax.drafts.base import Draft, ParamsT, Proposal, Proposer, StateT
 from eaglejax.drafts.tree import StaticTree, chain
 from eaglejax.errors import ConfigError
 
 
-class OnTree(Proposer):
+class OnTree(Proposer[ParamsT, StateT]):
     """Base of a proposer whose drafts all have the shape ``tree`` and which reads no target features."""
 
     tree: StaticTree
@@ -31,7 +31,7 @@ class OnTree(Proposer):
         return self.tree.is_chain
 
 
-class OnChain(Proposer):
+class OnChain(Proposer[ParamsT, StateT]):
     """Base of a proposer that drafts a chain of up to ``length`` tokens and reads no target features."""
 
     length: int

@@ -44,7 +44,7 @@ class AdaptiveMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive(WidthPolicy):
+class Adaptive(WidthPolicy[AdaptiveMemory]):
     """Each round the width with the most expected tokens a second; none is drafted while that costs speed.
 
     ``memory``: rounds over which estimates fade. ``patience``, ``most_patience``: rounds without a draft

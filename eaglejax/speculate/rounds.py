@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax import sampling
-from eaglejax.drafts.base import Draft, Observation
+from eaglejax.drafts.base import Draft, Observation, StateT
 from eaglejax.drafts.tree import ancestors
 from eaglejax.models import decoder
 from eaglejax.nn.visible import Causal, Tree
@@ -27,6 +27,7 @@ from eaglejax.sampling import Purpose
 from eaglejax.speculate import widths
 from eaglejax.speculate.state import DecodeState, Params, Program, Record, as_compiled_for, init_state
 from eaglejax.speculate.verify import verify
+from eaglejax.speculate.widths import MemoryT
 from eaglejax.tap import scope, tap
 
 
@@ -267,7 +268,7 @@ def _widen(tree: Any, depth: int) -> Any:
 
 
 @as_compiled_for
-def propose(program: Program, params: Params, state: DecodeState) -> tuple[Draft, Any]:
+def propose(program: Program, params: Params, state: DecodeState[StateT, MemoryT]) -> tuple[Draft, StateT]:
     """What the proposer guesses next, and the proposer's state after that."""
     lengths, rows = state.cache.lengths, state.rows
     keys = sampling.fold(sampling.round_keys(rows, lengths), Purpose.DRAFT)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.devices import Attention
-from eaglejax.drafts.base import Observation, Proposer
+from eaglejax.drafts.base import Observation, Proposer, StateT
+from eaglejax.kv_format import KVFormat
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.attention import attention_by
 from eaglejax.nn.cache import Cache, CacheScales
 from eaglejax.sampling import RowSampling
 from eaglejax.speculate import widths
-from eaglejax.speculate.widths import Widest, WidthPolicy
+from eaglejax.speculate.widths import MemoryT, Widest, WidthPolicy
 
 UNREAD = 16
 """Tokens of a row that a proposer may leave unread while nothing is drafted."""
@@ -80,7 +81,7 @@ class Params:
 
 
 @pytree.dataclass
-class DecodeState:
+class DecodeState(Generic[StateT, MemoryT]):
     """Everything that a round changes; donated to it.
 
     ``cache``: the target's; ``proposer``: the proposer's own state; ``rows``: sampling settings, keys and
@@ -91,14 +92,14 @@ class DecodeState:
     """
 
     cache: Cache
-    proposer: Any
+    proposer: StateT
     rows: RowSampling
     root: jax.Array
     emitted: jax.Array
     budget: jax.Array
     done: jax.Array
     eos: jax.Array
-    policy: Any
+    policy: MemoryT
     unread: Observation | None
 
 
@@ -131,7 +132,7 @@ def init_state(
     capacity: int,
     budget: jax.Array,
     eos: jax.Array,
-    cache_dtype: Any,
+    cache_dtype: KVFormat,
     cache_scales: CacheScales | None = None,
     inputs: Any = (),
 ) -> DecodeState:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -102,22 +102,26 @@ class Judged:
     accepted: jax.Array
 
 
-class WidthPolicy(abc.ABC):
+MemoryT = TypeVar("MemoryT")
+"""What a width policy remembers: a pytree."""
+
+
+class WidthPolicy(abc.ABC, Generic[MemoryT]):
     """Chooses widths. A frozen, hashable dataclass of settings; its memory is a pytree in the state of
     decoding, one for the whole batch, and all methods run on the device."""
 
     @abc.abstractmethod
-    def init(self, menu: tuple[int, ...]) -> Any:
+    def init(self, menu: tuple[int, ...]) -> MemoryT:
         """The memory before the first round."""
 
-    def drafts(self, memory: Any, menu: tuple[int, ...]) -> jax.Array:
+    def drafts(self, memory: MemoryT, menu: tuple[int, ...]) -> jax.Array:
         """[] bool: whether to draft at all this round. Asked where the menu has a width of 1, which is not
         drafting."""
         del memory, menu
         return jnp.bool_(True)
 
     @abc.abstractmethod
-    def choose(self, memory: Any, menu: tuple[int, ...], scores: jax.Array) -> jax.Array:
+    def choose(self, memory: MemoryT, menu: tuple[int, ...], scores: jax.Array) -> jax.Array:
         """[] int32: index into ``menu`` of the width to judge, by the nodes' ``scores`` [B, N], best first.
 
         The root's is 1, or 0 in a row that is done.
@@ -125,14 +129,14 @@ class WidthPolicy(abc.ABC):
         decide are replaced by the last that may: see ``decide``.
         """
 
-    def update(self, memory: Any, menu: tuple[int, ...], judged: Judged) -> Any:
+    def update(self, memory: MemoryT, menu: tuple[int, ...], judged: Judged) -> MemoryT:
         """The memory after a round, one that did not draft included."""
         del menu, judged
         return memory
 
 
 @dataclasses.dataclass(frozen=True)
-class Widest(WidthPolicy):
+class Widest(WidthPolicy[tuple[()]]):
     """Everything that was drafted is judged."""
 
     def init(self, menu: tuple[int, ...]) -> tuple[()]:
@@ -147,8 +151,8 @@ class Widest(WidthPolicy):
 
 
 def decide(
-    policy: WidthPolicy,
-    memory: Any,
+    policy: WidthPolicy[MemoryT],
+    memory: MemoryT,
     menu: tuple[int, ...],
     scores: jax.Array,
     *,

@@ -32,6 +32,10 @@ class Batch:
     tokens. ``aux`` [B, T, A, Ht]: the target's boundaries that the draft reads, or None; ``hidden``
     [B, T, Ht]: its state after the final norm. ``top`` [B, T] int32 and ``log_norm`` [B, T] f32: argmax and
     log-sum-exp of the target's logits over its whole vocabulary, or None where they were not computed.
+
+    ``hidden`` stands apart from ``aux``, which ``Observation.features`` joins: the teacher reads it whatever
+    the draft reads, so it would be one more boundary in every batch, found by its place, and what feature
+    caches hold by these names would have to be made again.
     """
 
     tokens: Array

@@ -48,7 +48,7 @@ class Script:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scripted(OnTree):
+class Scripted(OnTree[None, Script]):
     """Guesses the path to the scripted node right and everything else wrong.
 
     ``tree``: any fixed shape. ``vocab_size``: wrong tokens are the right one plus ``rank + 1``, modulo this;
@@ -156,7 +156,7 @@ def _paths(tree: StaticTree) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class FromTables(OnTree):
+class FromTables(OnTree[jax.Array, tuple[()]]):
     """Draws the children of a node from a table that depends on the node's position alone.
 
     ``params``: logits [T, Vd] f32; the children of a node at position t are drawn from ``softmax(params[t %

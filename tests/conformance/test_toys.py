@@ -43,7 +43,7 @@ from eaglejax.sampling import RowSampling
 
 
 @dataclasses.dataclass(frozen=True)
-class Bigram(OnChain):
+class Bigram(OnChain[jax.Array, tuple[()]]):
     """Drafts a chain of ``length`` tokens, each by the one before it; params: logits [V, V]."""
 
     length: int = 2

@@ -33,7 +33,7 @@ class DraftModelState:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel(OnChain):
+class DraftModel(OnChain[decoder.Params, DraftModelState]):
     """A chain of ``length`` drafts by the decoder ``config``; ``params`` are its weights.
 
     ``vocab_size``: the target's, when it is not the draft's: tables of one tokenizer are padded to different
@@ -56,13 +56,13 @@ class DraftModel(OnChain):
         if self.cache_dtype is not None:
             uncalibrated_format(self.cache_dtype)
 
-    def init(self, params: Any, *, batch: int, capacity: int, inputs: Any = ()) -> DraftModelState:
+    def init(self, params: decoder.Params, *, batch: int, capacity: int, inputs: Any = ()) -> DraftModelState:
         """An empty cache."""
         del inputs
         kv_form = self.cache_dtype or params["norm"].dtype
         return DraftModelState(decoder.init_cache(self.config, batch, capacity, kv_form))
 
-    def observe(self, params: Any, state: DraftModelState, seen: Observation) -> DraftModelState:
+    def observe(self, params: decoder.Params, state: DraftModelState, seen: Observation) -> DraftModelState:
         """Run the small model over a prompt chunk, or keep what it has run over of its own chain."""
         if state.ahead:
             return DraftModelState(state.cache.advance(seen.count))
@@ -72,7 +72,7 @@ class DraftModel(OnChain):
 
     def propose(
         self,
-        params: Any,
+        params: decoder.Params,
         state: DraftModelState,
         root: jax.Array,
         lengths: jax.Array,
@@ -114,7 +114,7 @@ class DraftModel(OnChain):
         return draft, DraftModelState(rewind(cache, state.cache.lengths), ahead=True)
 
     def _forward(
-        self, params: Any, cache: Cache, tokens: jax.Array, positions: jax.Array
+        self, params: decoder.Params, cache: Cache, tokens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, Cache]:
         # The target may emit an id that the draft's smaller table lacks; any row of it will do for a guess.
         tokens = jnp.minimum(tokens, self.config.vocab_size - 1)

@@ -44,7 +44,7 @@ class EagleState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle(Proposer):
+class Eagle(Proposer[EagleParams, EagleState]):
     """EAGLE-1, EAGLE-2 or EAGLE-3, as ``config`` says, on a tree.
 
     ``tree``: a ``DynamicTree`` (EAGLE-2), or a ``StaticTree`` (EAGLE-1's choices, a chain). ``sample`` False:
