@@ -116,7 +116,7 @@ def test_filters_work_on_ties_zeros_and_extremes():
             np.testing.assert_allclose(got[row, node], want, atol=1e-6, err_msg=f"{s} {logits[row, node]}")
 
 
-def test_tiny_temperatures_and_empty_laws_are_finite():
+def test_tiny_temperatures_and_empty_distributions_are_finite():
     settings = [Sampling(temperature=t, top_p=0.9) for t in (1e-6, 1e-45, 1e-300, 1e38)]
     logits = jnp.asarray([[[1e4, -1e4, 0.0, -jnp.inf]]] * 4, jnp.float32)
     probs = np.asarray(sampling.distribution(logits, sampling.rows(settings, 4)))[:, 0]

@@ -83,7 +83,7 @@ def draft_probs(config: Any, params: Any, chains: list[list[int]], row: int, how
     return np.asarray(out)
 
 
-def test_mixed_rows_carry_the_laws_they_were_drawn_from() -> None:
+def test_mixed_rows_carry_the_distributions_they_were_drawn_from() -> None:
     params, settings = lively(CONFIG, 2), [HOT, GREEDY, WARM]
     result = proposal(DraftModel(CONFIG, K), params, settings, VOCAB)
     chains = drafted(result)

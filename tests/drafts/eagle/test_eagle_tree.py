@@ -185,7 +185,7 @@ def test_a_draft_of_nan_proposes_nothing_and_breaks_nothing():
             assert np.isfinite(draft.proposal.q).all()
 
 
-def test_infinite_logits_leave_laws_to_draw_from():
+def test_infinite_logits_leave_something_to_draw_from():
     """A head that overflows for some tokens proposes the others, and q is a distribution or nothing."""
     for value in (np.inf, np.nan):
         clean, normaliser = eagle_tree.with_normaliser(
