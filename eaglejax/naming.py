@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 
 def plain(name: str) -> str:
@@ -22,3 +22,36 @@ def known_name(name: str, known: Collection[str], aliases: Mapping[str, str] | N
     spelt = {plain(other): meant for other, meant in (aliases or {}).items()}
     spelt |= {plain(other): other for other in known}
     return spelt.get(plain(name))
+
+
+def misspelt(name: str, known: Iterable[str]) -> str | None:
+    """The one of ``known`` that ``name`` is a slip of the pen for, None where it is a name of its own.
+
+    At most two letters too many, too few, wrong or in the wrong order; names that differ by whole words
+    (``v_head_dim``) are other names.
+    """
+    words = set(name.split("_"))
+    best: tuple[int, str] | None = None
+    for other in known:
+        theirs = set(other.split("_"))
+        slips = 0 if plain(name) == plain(other) else _slips(plain(name), plain(other))
+        if slips and (words >= theirs or theirs >= words):
+            continue
+        if slips <= (2 if len(other) > 6 else 1) and (best is None or slips < best[0]):
+            best = slips, other
+    return None if best is None else best[1]
+
+
+def _slips(one: str, other: str) -> int:
+    """Letters inserted, left out, replaced or swapped with a neighbour between two names; 3 for more."""
+    if abs(len(one) - len(other)) > 2:
+        return 3
+    rows = [list(range(len(other) + 1))]
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(other, 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a != b)))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return min(rows[-1][-1], 3)

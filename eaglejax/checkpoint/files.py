@@ -47,6 +47,7 @@ def read_json(path: Path, *, default: Any = None) -> Any:
         if default is not None:
             return default
         raise CheckpointError(f"{path} is missing")
+    refuse_pointer(path)
     try:
         if path.stat().st_size > json_text.MOST_BYTES:
             raise CheckpointError(f"{path} has more than {json_text.MOST_BYTES} bytes, as no settings do")
@@ -63,6 +64,16 @@ def read_json(path: Path, *, default: Any = None) -> Any:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
     return value
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise CheckpointError for a file that git-lfs left as a note of where its content lies."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(42).startswith(b"version https://git-lfs.github.com/spec/"):
+            raise CheckpointError(
+                f"{path} is a Git LFS pointer, not the file itself: `git lfs pull` in its repository, or "
+                "download the file"
+            )
 
 
 def read_text(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,6 +51,10 @@ class NormalizedStore:
 
     def names(self) -> Any:
         return self._stored.keys()
+
+    def spelt(self, name: str) -> str:
+        """The name that the files have for a tensor; ``name`` where they have none."""
+        return self._stored.get(name, name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files.shape(self._stored[name])
@@ -162,37 +167,48 @@ MARKER = "eaglejax"
 """Key of config.json that marks our own layout."""
 
 
+def quantization_settings(config: Mapping[str, Any]) -> Any:
+    """What a config.json says of how its weights are quantised, None where it says nothing: at the top, of
+    the language model of a multimodal one, or under the key of older compressed-tensors."""
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    places = (config, "quantization_config"), (inner, "quantization_config"), (config, "compression_config")
+    return next((place[key] for place, key in places if place.get(key)), None)
+
+
+_INSTEAD = (
+    "use the unquantised checkpoint, a GGUF, a folder in the form of modelslim or compressed-tensors, or "
+    f"narrow floats ({', '.join(scaled.FORMS)})"
+)
+_BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Where modelopt, AutoGPTQ and AutoAWQ describe their weights, apart from config.json."""
+_QUANTISED = re.compile(r"\.(weight_packed|weight_scale(_inv)?|qweight|qzeros|SCB|absmax)$")
+
+
 def quantized_form(folder: Path) -> QuantizedForm | None:
     """The layout of a folder's quantised weights, None for plain ones.
 
     Raises ``CheckpointError`` for a layout that is not read.
     """
     config = read_json(folder / "config.json")
-    given = _description(config)
+    given = quantization_settings(config)
     if MARKER in config:
         return "eaglejax"
     if description_path(folder) is not None:
         return "modelslim"
     if not given:
+        for name in _BESIDE:
+            if (folder / name).is_file():
+                raise CheckpointError(
+                    f"{folder} holds weights quantised as {name} describes, which are not read; {_INSTEAD}"
+                )
         return None
     method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
     if method == "compressed-tensors":
         return "compressed-tensors"
     if method in scaled.FORMS:
         return None
-    raise CheckpointError(
-        f"{folder} holds weights quantised by {method!r}, which are not read; use the unquantised "
-        "checkpoint, a GGUF, a folder in the form of modelslim or compressed-tensors, or narrow floats "
-        f"({', '.join(scaled.FORMS)})"
-    )
-
-
-def _description(config: Mapping[str, Any]) -> Any:
-    """What a config says of its weights' quantisation."""
-    text = config.get("text_config")
-    return config.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, Mapping) else None
-    )
+    raise CheckpointError(f"{folder} holds weights quantised by {method!r}, which are not read; {_INSTEAD}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -254,9 +270,14 @@ def load_folder(
         raise CheckpointError(f"{folder} holds quantised weights ({form}); load_target reads them")
     raw = read_config(folder)
     config = from_hf(raw, context=context)
-    store = scaled.as_floats(
-        NormalizedStore(open_weights(folder), str(folder)), _description(raw), str(folder)
-    )
+    files, given = NormalizedStore(open_weights(folder), str(folder)), quantization_settings(raw)
+    odd = [] if given else sorted(name for name in files.names() if _QUANTISED.search(name))
+    if odd:
+        raise CheckpointError(
+            f"{folder} holds quantised weights ({odd[0]}), but its config.json says nothing of that "
+            "(quantization_config) and no description lies beside them; copy the one that belongs to them"
+        )
+    store = scaled.as_floats(files, given, str(folder))
     check_layers(store.names(), config.num_layers, str(folder))
     config, ignorable = settle_tying(config, store, str(folder))
     table = param_table(config, dtype)

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from eaglejax import json_text
+from eaglejax.checkpoint.files import refuse_pointer
 from eaglejax.errors import CheckpointError
 
 DTYPES: dict[str, np.dtype] = {
@@ -73,6 +74,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{path} is missing")
         if size < 8:
             raise CheckpointError(f"{path} is truncated: it has {size} bytes, not even the header length")
+        refuse_pointer(path)
         # A private mapping: a write that slipped through would change this process's copy, never the file.
         data = np.memmap(path, np.uint8, "c")
         length = int(data[:8].view("<u8")[0])

@@ -45,6 +45,7 @@ def resolve(spec: Spec) -> Source:
         return Source(text, "gguf", demo_path(text))
     path = Path(text).expanduser()
     if text and path.is_dir():
+        _refuse_gguf_folder(path)
         return Source(text, "folder", path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -60,6 +61,16 @@ def resolve(spec: Spec) -> Source:
             f"or one of: {words}"
         )
     return _from_hub(text, match["repo"], match["revision"], match["file"])
+
+
+def _refuse_gguf_folder(folder: Path) -> None:
+    """A folder that holds GGUF files alone: which of them is meant has to be said."""
+    found = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == ".gguf")
+    if found and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds no config.json but {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}; "
+            f"name the .gguf file itself: {folder / found[0]}"
+        )
 
 
 def _from_hub(spec: str, repo: str, revision: str | None, file: str | None) -> Source:

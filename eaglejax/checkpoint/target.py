@@ -42,8 +42,8 @@ def load_target(
     exactly and what is requantised. Static schemes and smoothing need calibration, so that they are for
     ``quantize_target``.
 
-    ``eos``: further tokens, ids or their text, that end a text. A model whose files name none that its
-    tokenizer knows is warned of: its answers go on to their length limit.
+    ``eos``: further tokens, ids or their text, that end a text. Without it, a model whose files name
+    none, or one that its tokenizer does not know, is warned of: its answers may go on to their length limit.
 
     ``mesh``: devices among which plain weights are divided as they are read (see ``docs/devices.md``),
     so that no device ever holds a whole one. Quantised weights are not divided.
@@ -70,15 +70,16 @@ def load_target(
         config, params = load_folder(found.path, dtype, context=context, mesh=mesh)
         told = exported_rotation(found.path, config)
         tokenizer = load_tokenizer(found.path)
-    tokenizer = tokenizer.with_eos([eos] if isinstance(eos, int | str) else eos)
-    if not tokenizer.eos_ids:
-        _say_endless(found, tokenizer)
+    named = [eos] if isinstance(eos, int | str) else list(eos)
+    tokenizer = tokenizer.with_eos(named)
     over = [i for i in (*tokenizer.eos_ids, tokenizer.vocab_size - 1) if i >= config.vocab_size]
     if over:
         raise MismatchError(
             f"the tokenizer of {found.path} has id {max(over)}, the model only {config.vocab_size} ids; "
             "they do not belong together"
         )
+    if not named:
+        _say_endless(found, tokenizer)
     target = Target(
         config=config,
         params=params,
@@ -93,12 +94,28 @@ def load_target(
 
 
 def _say_endless(source: Source, tokenizer: Tokenizer) -> None:
+    """Warn where no token ends a text, or where one that is to end it is none of the tokenizer's."""
+    unknown = [i for i in tokenizer.eos_ids if tokenizer.backend.id_to_token(i) is None]
     named = tokenizer.specials.get("eos_token")
-    why = "no end of text" if named is None else f"an end of text that its tokenizer does not know, {named!r}"
+    if unknown:
+        why = f"an end of text that its tokenizer does not know, id {unknown[0]}"
+    elif tokenizer.eos_ids:
+        return
+    elif named is not None:
+        why = f"an end of text that its tokenizer does not know, {named!r}"
+    else:
+        why = "no end of text"
+    known = [i for i in tokenizer.eos_ids if i not in unknown]
     ends = "turns of a conversation" if tokenizer.chat_template else "texts"
     warnings.warn(
-        f"{source.spec} names {why}: nothing ends {ends} before the length limit. Name the token that does: "
-        "--eos on the command line, load_target(..., eos=...), or stop_token_ids of a request",
+        f"{source.spec} names {why}: "
+        + (
+            f"only id {', '.join(map(str, known))} ends {ends}. "
+            if known
+            else f"nothing ends {ends} before the length limit. "
+        )
+        + "Name the token that does: --eos on the command line, load_target(..., eos=...), or stop_token_ids "
+        "of a request",
         stacklevel=3,
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 
 from eaglejax.checkpoint import chat_template as templates
-from eaglejax.checkpoint.files import read_json, read_text
+from eaglejax.checkpoint.files import read_json, read_text, refuse_pointer
 from eaglejax.conversation import Conversation, read_messages
 from eaglejax.errors import CheckpointError, ConfigError, RequestError
 
@@ -71,7 +71,8 @@ class Tokenizer:
         found = set(self.eos_ids)
         for name in names:
             token = self.backend.token_to_id(name) if isinstance(name, str) else name
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+            number = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < self.vocab_size
+            if not number or self.backend.id_to_token(token) is None:
                 raise ConfigError(
                     f"eos names {name!r}, which is no token of this model; give a token's text or an id from "
                     f"0 to {self.vocab_size - 1}"
@@ -271,6 +272,7 @@ def make_tokenizer(
 def _backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if path.is_file():
+        refuse_pointer(path)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception

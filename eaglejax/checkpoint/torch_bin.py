@@ -23,6 +23,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from eaglejax.checkpoint.files import refuse_pointer
 from eaglejax.errors import CheckpointError
 
 _STORAGES: dict[str, np.dtype] = {
@@ -260,6 +261,7 @@ class TorchBinFile:
         for path in paths:
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing")
+            refuse_pointer(path)
             try:
                 arrays = _read(path)
             except CheckpointError as error:

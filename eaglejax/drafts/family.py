@@ -183,6 +183,11 @@ class DraftFamily(abc.ABC):
             look=False,
         )
 
+    def doubts(self, file: Any) -> Sequence[str]:
+        """Those notes on a read draft that may mean another draft than the one read: whoever loads it without
+        seeing its notes is warned of them."""
+        return ()
+
     def report(self, file: Any, target: ModelConfig | None) -> dict[str, Any]:
         """The object that ``inspect --json`` prints; ``rows`` is what a person sees of it."""
         return {"path": str(file.path), "method": self.default, "notes": list(file.notes), "target": None}

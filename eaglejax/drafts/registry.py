@@ -7,6 +7,7 @@ declared kind that does not run is refused as what it is.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,6 +127,8 @@ def load_draft(
     family = recognise(files)
     reading = {name: options.pop(name) for name in family.reading if name in options}
     family, file = read_draft(spec, method=method, **reading)
+    for doubt in family.doubts(file):
+        warnings.warn(f"{files.spec}: {doubt}", stacklevel=2)
     return family.load(
         file,
         target,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from eaglejax.errors import ConfigError
+from eaglejax.naming import misspelt
 
 _MOST_PARTS = 1 << 14
 """Layers, or experts of a layer, beyond which a config is taken for damaged."""
@@ -28,6 +30,33 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
 }
 """Keys by which other families compute otherwise, with the values that change nothing. A config that carries
 one of them under a family that does not have it is refused: read as that family it would be another model."""
+
+BOOKKEEPING = (
+    *("dtype", "torch_dtype", "use_cache", "transformers_version", "pretraining_tp", "auto_map"),
+    *("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"),
+    *("cross_attention_hidden_size", "id2label", "label2id", "problem_type", "return_dict"),
+    *("return_dict_in_generate", "task_specific_params", "torchscript", "use_bfloat16"),
+    *("tf_legacy_loss", "pruned_heads", "prefix", "finetuning_task", "do_sample", "temperature"),
+    *("top_k", "top_p", "typical_p", "max_length", "min_length", "num_beams", "num_beam_groups"),
+    *("diversity_penalty", "length_penalty", "repetition_penalty", "early_stopping"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "begin_suppress_tokens"),
+    *("suppress_tokens", "exponential_decay_length_penalty", "remove_invalid_values"),
+    *("num_return_sequences", "chunk_size_feed_forward", "tokenizer_class", "gradient_checkpointing"),
+    *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "output_router_logits"),
+    *("router_jitter_noise", "ep_size", "cache_implementation", "use_flash_attn", "use_sdpa"),
+    *("flash_attn", "use_mem_eff_path", "name", "license", "unsloth_version", "unsloth_fixed"),
+    *("moe_layer_freq", "num_nextn_predict_layers", "quantization_config"),
+)
+"""Keys that no forward of a decoder reads: what training, generation and a producer's tools note."""
+
+
+def is_bookkeeping(key: str) -> bool:
+    """Whether a key of a config.json is known to change no forward: one of ``BOOKKEEPING`` or of its kinds
+    (ids of special tokens, dropout, initialisation, what is put out, private names)."""
+    return key in BOOKKEEPING or bool(
+        re.match(r"_|output_|initializer|init_|vision_|image_|video_|audio_", key)
+        or re.search(r"token_?id(s|x)?$|_token$|dropout|_pdrop$|_version$|_init(_std)?$", key)
+    )
 
 
 class ConfigReader:
@@ -113,4 +142,16 @@ class ConfigReader:
                 raise ConfigError(
                     f"{key} is {value!r:.80}, which {self.family} models do not compute with; remove the "
                     "key, or name the model_type that has it"
+                )
+
+    def refuse_misspelt(self, read: Iterable[str]) -> None:
+        """Refuse a key that is nobody's and one or two letters away from one of ``read``, which it would
+        leave at its default."""
+        known = {*read, *self.defaults, *ELSEWHERE}
+        for key, value in self.config.items():
+            if value is None or key in known or is_bookkeeping(key):
+                continue
+            if meant := misspelt(key, sorted(known)):
+                raise ConfigError(
+                    f"{key} is {value!r:.80}, but {self.family} models have no such key; {meant} is meant?"
                 )

@@ -16,6 +16,20 @@ from eaglejax.models.config_reader import ConfigReader
 from eaglejax.models.family import ACTIVATION_NAMES, Family
 from eaglejax.nn import rope as rope_lib
 
+_READ = (
+    *("model_type", "architectures", "text_config", "vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
+    *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling"),
+    *("rope_parameters", "partial_rotary_factor", "original_max_position_embeddings", "layer_types"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("use_bidirectional_attention", "mlp_bias", "attention_bias", "sliding_window_pattern", "qkv_bias"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_value_head_dim", "full_attention_interval", "first_k_dense_replace", "decoder_sparse_step"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "use_bias"),
+    *("attention_out_bias", "experts_per_token", "mlp_only_layers", "swiglu_alpha", "swiglu_limit"),
+)
+"""Keys that some family reads, besides those that have defaults."""
+
 FAMILIES: dict[str, Family] = {**dense.FAMILIES, **mixtures.FAMILIES, **latents.FAMILIES, **hybrids.FAMILIES}
 """Supported families by ``model_type``."""
 
@@ -71,6 +85,7 @@ def from_hf(config: Mapping[str, Any], *, context: int | None = None) -> ModelCo
         rotary_dim=head_dim,
         no_rope_layers=[1] * count,
     )
+    read.refuse_misspelt({*_READ, *(key for other in FAMILIES.values() for key in other.defaults)})
     biased = read.flag("attention_bias")
     fields: dict[str, Any] = {
         "family": name,

@@ -18,7 +18,11 @@ from tokenizer_files import (
     write,
 )
 
+from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.gguf.reader import GGUFFile
+from eaglejax.checkpoint.safetensors_io import SafetensorsFile
 from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from eaglejax.checkpoint.torch_bin import TorchBinFile
 from eaglejax.conversation import Conversation
 from eaglejax.errors import CheckpointError, ConfigError, RequestError
 
@@ -117,6 +121,17 @@ class TestFolders:
     def test_a_folder_without_tokenizer(self, tmp_path):
         with pytest.raises(CheckpointError, match="holds no tokenizer"):
             load_tokenizer(tmp_path)
+
+    @pytest.mark.parametrize("reader", [SafetensorsFile, TorchBinFile, GGUFFile, read_json, load_tokenizer])
+    def test_a_pointer_of_git_lfs_is_called_one(self, tmp_path, reader):
+        """Repositories cloned without git-lfs hold notes of this kind in place of all large files."""
+        note = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n"
+        path = tmp_path / "tokenizer.json"
+        path.write_text(note)
+        of_lists, of_folders = (SafetensorsFile, TorchBinFile), (load_tokenizer,)
+        given = [path] if reader in of_lists else tmp_path if reader in of_folders else path
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json is a Git LFS pointer"):
+            reader(given)
 
     def test_a_damaged_tokenizer(self, tmp_path):
         folder, _ = save_folder(tmp_path)

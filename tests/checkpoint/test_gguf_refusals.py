@@ -63,6 +63,13 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="big-endian"):
             GGUFFile(path)
 
+    @pytest.mark.parametrize("kind", ["mmproj", "adapter", "imatrix"])
+    def test_what_is_no_model_says_what_it_is(self, tmp_path, kind):
+        def edit(writer, tensors):
+            writer.add_type(kind)
+
+        self.refuse(tmp_path, f"of the type '{kind}'", edit)
+
     def test_an_unknown_architecture(self, tmp_path):
         path = tmp_path / "m.gguf"
         writer = gguf.GGUFWriter(path, "mamba")

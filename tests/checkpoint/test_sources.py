@@ -143,8 +143,17 @@ class TestDemo:
 class TestPaths:
     def test_a_folder_and_a_file(self, tmp_path):
         (tmp_path / "m.GGUF").write_bytes(b"")
+        (tmp_path / "config.json").write_text("{}")
         assert resolve(tmp_path) == Source(str(tmp_path), "folder", tmp_path)
         assert resolve(str(tmp_path / "m.GGUF")).kind == "gguf"
+
+    def test_a_folder_of_gguf_files_says_which_could_be_meant(self, tmp_path):
+        (tmp_path / "m-Q4.gguf").write_bytes(b"GGUF")
+        (tmp_path / "m-Q8.GGUF").write_bytes(b"GGUF")
+        with pytest.raises(CheckpointError, match=r"m-Q4.gguf, m-Q8.GGUF; name the .gguf file itself"):
+            resolve(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
+        assert resolve(tmp_path).kind == "folder"
 
     def test_a_safetensors_file_is_not_a_model(self, tmp_path):
         (tmp_path / "model.safetensors").write_bytes(b"")

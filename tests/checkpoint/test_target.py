@@ -129,6 +129,29 @@ def test_a_model_without_an_end_is_told_and_can_be_given_one(folder):
         load_target(folder, eos=["</s>"])
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_end_that_is_an_id_of_the_model_alone_is_told(folder, beside):
+    """An embedding table is often larger than the tokenizer: an id up there is never text."""
+    config = json.loads((folder / "config.json").read_text())
+    backend = load_target(folder).tokenizer.backend
+    unknown = next(i for i in range(config["vocab_size"]) if backend.id_to_token(i) is None)
+    known = backend.token_to_id("<|im_end|>")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        values = json.loads((folder / name).read_text()) | {"eos_token_id": None, "eos_token": None}
+        (folder / name).write_text(json.dumps(values))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    ends = [unknown, known] if beside else unknown
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    said = f"id {unknown}: " + (f"only id {known} ends" if beside else "nothing ends")
+    with pytest.warns(UserWarning, match=said):
+        assert load_target(folder).eos_ids == tuple(sorted([known, unknown] if beside else [unknown]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert known in load_target(folder, eos="<|im_end|>").eos_ids
+    with pytest.raises(ConfigError, match=f"eos names {unknown}"):
+        load_target(folder, eos=unknown)
+
+
 def test_a_resolved_source_is_taken_as_it_is(gguf_path):
     source = resolve(gguf_path)
     assert load_target(source).source == source

@@ -105,6 +105,7 @@ def test_context_reaches_the_frequencies():
         {"routed_scaling_factor": 1.0, "logits_scaling": 1, "attn_logit_softcapping": 0.0},
         {"rope_scaling": {"rope_type": "default", "factor": 1.0, "mrope_section": [1, 1, 2]}},
         {"pretraining_tp": 1, "attention_dropout": 0.1, "torch_dtype": "float16", "head_dim": None},
+        {"eod_token_id": 3, "v_head_dim": 8, "intermediate_size_mlp": 64, "invented": 1, "rope_thetta": None},
     ],
 )
 def test_keys_that_change_nothing_are_let_be(harmless):
@@ -141,6 +142,10 @@ def test_keys_that_change_nothing_are_let_be(harmless):
         ({**LLAMA, "no_rope_layers": [1, 0]}, ["no_rope_layers", "llama"]),
         ({**QWEN, "rope_local_base_freq": 1e4}, ["rope_local_base_freq", "qwen2"]),
         ({**GEMMA, "logit_scale": 0.0625}, ["logit_scale", "gemma3_text"]),
+        ({**LLAMA, "rope_thetta": 1e6}, ["rope_thetta", "rope_theta is meant"]),
+        ({**LLAMA, "num_key_value_head": 2}, ["llama", "num_key_value_heads is meant"]),
+        ({**QWEN, "useSlidingWindow": True}, ["use_sliding_window is meant"]),
+        ({**GEMMA, "final_logit_softcaping": 30.0}, ["final_logit_softcapping is meant"]),
         ({**LLAMA, "tie_word_embeddings": "false"}, ["tie_word_embeddings is 'false'", "true or false"]),
         ({**LLAMA, "attention_bias": 1}, ["attention_bias is 1", "true or false"]),
         ({**LLAMA, "num_hidden_layers": 2**31 - 1}, ["num_hidden_layers is 2147483647"]),

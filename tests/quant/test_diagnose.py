@@ -304,3 +304,15 @@ def test_a_norm_that_lies_unused_in_the_file_is_tried_with_its_weight(tmp_path):
     names = set(tried)
     assert f"norm_before_residual={not pair.config.norm_before_residual}" in names
     assert {"aux_norm=none", "aux_norm=joined"} <= names
+
+
+def test_what_a_config_leaves_open_is_tried_as_the_target_has_it(tmp_path):
+    """A window without a word of which layers slide, and an activation that is not the target's."""
+    at = folder(tmp_path / "d", activation="gelu")
+    config = json.loads((at / "config.json").read_text())
+    (at / "config.json").write_text(json.dumps(config | {"sliding_window": 7}))
+    pair = Pair(tiny_pair.target(), read_draft(at), {"plain": tiny_pair.written()})
+    tried = dict(pair.probe.part_choices((pair.config, pair.params), pair.file, pair.target))
+    assert tried["a window of 7 in every layer"][0].windows == (7,)
+    activation = tiny_pair.target().config.activation
+    assert tried[f"activation={activation}"][0].activation == activation

@@ -48,6 +48,12 @@ class _Metadata:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
+        kind = file.metadata.get("general.type", "model")
+        if kind != "model":
+            raise CheckpointError(
+                f"{file.path} says that it is of the type {kind!r:.80}; only whole models are read: name the "
+                "file of the language model itself"
+            )
         self.architecture = str(file.metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import gguf
 import numpy as np
 
+from eaglejax.checkpoint.files import refuse_pointer
 from eaglejax.errors import CheckpointError
 
 _ValueType = gguf.GGUFValueType
@@ -107,6 +108,7 @@ class _Part:
 
     def __init__(self, path: Path, number: int = 0) -> None:
         self.path, self.number = path, number
+        refuse_pointer(path)
         try:
             size = path.stat().st_size
             if size < 24:

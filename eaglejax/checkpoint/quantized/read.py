@@ -21,6 +21,7 @@ from eaglejax.checkpoint.hf import (
     description_path,
     open_weights,
     plain_name,
+    quantization_settings,
     quantized_form,
     settle_tying,
 )
@@ -90,7 +91,9 @@ def load_quantized(folder: Path, dtype: Any, *, context: int | None = None) -> Q
         hidden = description.cache_names
         rotated = description.rotated
     else:
-        encoded = compressed_tensors.find(read_scheme(folder, raw), store, matrices_of(config), ignorable)
+        encoded = compressed_tensors.find(
+            read_scheme(folder, raw), store, matrices_of(config), ignorable, store.spelt
+        )
     config, leaves = _leaves(config, store, encoded, hidden, dtype, where, ignorable)
     path = find_basis(folder) if not rotated or description.exported else None
     rotation = None if path is None else _rotation(path, config)
@@ -142,8 +145,7 @@ def read_description(folder: Path) -> modelslim_read.Description:
 
 def read_scheme(folder: Path, raw: Mapping[str, Any]) -> quant_compressed.Scheme:
     """The checked ``quantization_config`` of a compressed-tensors folder."""
-    text = raw.get("text_config") or {}
-    given = raw.get("quantization_config") or text.get("quantization_config")
+    given = quantization_settings(raw)
     require(isinstance(given, Mapping), f"{folder / 'config.json'}: quantization_config must be an object")
     assert isinstance(given, Mapping)
     return quant_compressed.parse_config(given, str(folder / "config.json"), plain_name)

@@ -122,6 +122,10 @@ class EagleFamily(DraftFamily):
         """The embedding among its weights."""
         return params.weights.get("embed")
 
+    def doubts(self, file: DraftFile) -> tuple[str, ...]:
+        """Keys that nobody knows, a map that may be lost."""
+        return file.doubts
+
     def report(self, file: DraftFile, target: ModelConfig | None) -> dict[str, Any]:
         """What was understood, and whether ``target`` fits; nothing is missing in the file."""
         draft_plan(file, jnp.float32)

@@ -107,13 +107,20 @@ def norm_choices(setup: Setup, file: DraftFile) -> Iterator[tuple[str, Setup]]:
 
 def part_choices(setup: Setup, file: DraftFile, target: Target) -> Iterator[tuple[str, Setup]]:
     """Every other choice the other way round: parts of its own against the target's, biases, windows, the
-    embedding's scale."""
+    activation, the embedding's scale."""
     config, params = setup
     for name in ("fc_bias", "qkv_bias", "o_bias"):
         if getattr(config, name):
             yield f"{name}=False", _without(setup, name)
     if any(config.windows):
         yield "no windows", (dataclasses.replace(config, windows=()), params)
+    elif window := _unused_window(file):
+        every = (window,) * config.num_layers
+        yield f"a window of {window} in every layer", (dataclasses.replace(config, windows=every), params)
+    if config.activation != target.config.activation:
+        # Configs that say nothing mean silu, whatever the target has.
+        other = dataclasses.replace(config, activation=target.config.activation)
+        yield f"activation={target.config.activation}", (other, params)
     scale = target.config.embed_scale
     if config.embed_scale is not None:
         yield "embed_scale=None", (dataclasses.replace(config, embed_scale=None), params)
@@ -128,6 +135,13 @@ def part_choices(setup: Setup, file: DraftFile, target: Target) -> Iterator[tupl
         yield "the target's head", (config, dataclasses.replace(params, head=head, tied=tied))
     if config.feature_map:
         yield "feature_map=False", (dataclasses.replace(config, feature_map=False), params)
+
+
+def _unused_window(file: DraftFile) -> int | None:
+    """The window that a config names without a word of which layers slide."""
+    layer = file.raw.get("transformer_layer_config") or file.raw
+    window = layer.get("sliding_window")
+    return window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None
 
 
 def _without(setup: Setup, name: str) -> Setup:

@@ -182,6 +182,9 @@ def test_a_draft_without_fc_reads_the_targets_last_state(tmp_path):
     for to in ("safeailab", "speculators"):
         with pytest.raises(ConfigError, match="last state alone"):
             convert(folder, tmp_path / "x", to, target=target())
+    named = alone | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    notes = read_draft(draft(tmp_path / "named", drop("fc.weight"), named)).notes
+    assert any("names [1, 2, 3], which a draft without fc does not read" in note for note in notes)
     with pytest.raises(ConfigError, match="--aux are for drafts that fuse"):
         read_draft(folder, aux=(3,))
     with pytest.raises(CheckpointError, match="use_aux_hidden_state: false, but the file holds fc"):

@@ -9,6 +9,7 @@ import numpy as np
 import packed_targets as tiny
 import pytest
 
+from eaglejax.checkpoint.hf import load_folder
 from eaglejax.checkpoint.quantized.read import load_quantized
 from eaglejax.checkpoint.quantized.write import write_quantized
 from eaglejax.errors import CheckpointError, ConfigError
@@ -45,7 +46,84 @@ def spelt(old, new):
     return described(lambda d: d.update({k: new for k, v in d.items() if v == old}))
 
 
+def group(part, drop=(), **settings):
+    """Change one part of the only group of a quantization_config."""
+
+    def change(config):
+        (found,) = config["quantization_config"]["config_groups"].values()
+        place = found if part is None else found[part]
+        place |= settings
+        for key in drop:
+            del place[key]
+
+    return lambda folder: tiny.edit_json(folder / "config.json", change)
+
+
+def every(*changes):
+    def change(folder):
+        for one in changes:
+            one(folder)
+
+    return change
+
+
+def older_key(config):
+    config["compression_config"] = config.pop("quantization_config")
+
+
+def wrapped(tensors):
+    """Names as a multimodal model has them."""
+    for name in list(tensors):
+        tensors[f"language_model.{name}"] = tensors.pop(name)
+
+
 CHANGES = {
+    "status in capitals": ("compressed-tensors", "w8a8", section(quantization_status="COMPRESSED")),
+    "nothing to transform": ("compressed-tensors", "w8a8", section(transform_config={"config_groups": {}})),
+    "sparsity of none": ("compressed-tensors", "w8a8", section(sparsity_config={"format": "Dense"})),
+    "no format: whole bytes": (
+        "compressed-tensors",
+        "w8a8",
+        every(section(format=None), group(None, format=None)),
+    ),
+    "no format: packed": (
+        "compressed-tensors",
+        "w4a16-g16",
+        every(section(format=None), group(None, drop=["format"])),
+    ),
+    "defaults left out": (
+        "compressed-tensors",
+        "w8a8",
+        every(
+            group("weights", drop=["type", "num_bits", "symmetric", "strategy"], group_size=-1),
+            group("input_activations", drop=["type", "num_bits", "symmetric", "strategy"]),
+        ),
+    ),
+    "strategy by group size": ("compressed-tensors", "w4a16-g16", group("weights", strategy=None)),
+    "order of columns that leaves no trace": (
+        "compressed-tensors",
+        "w4a16-g16",
+        group("weights", actorder="weight"),
+    ),
+    "settings under the older key": (
+        "compressed-tensors",
+        "w8a8",
+        lambda folder: tiny.edit_json(folder / "config.json", older_key),
+    ),
+    "expressions for wrapped names": (
+        "compressed-tensors",
+        "w8a8",
+        every(
+            lambda folder: tiny.edit_tensors(folder, wrapped),
+            section(ignore=["re:^language_model\\.lm_head"]),
+            group(None, targets=["re:^language_model\\.model\\.layers\\..*_proj$"]),
+        ),
+    ),
+    "cache type in small letters": (
+        "modelslim",
+        "w8a8",
+        described(lambda d: d.update(kv_cache_type="c8", kv_quant_type="c8")),
+    ),
     "status frozen": ("compressed-tensors", "w8a8", section(quantization_status="frozen")),
     "dense": ("compressed-tensors", "w8a8", section(sparsity_config={"format": "dense", "targets": []})),
     "other ignored modules": (
@@ -117,6 +195,19 @@ def test_groups_and_kept_blocks_too():
     for unknown in ("w2a2", "", "w4a8-gg"):
         with pytest.raises(ConfigError, match="not known"):
             as_plan(unknown)
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
+def test_other_tools_descriptions_beside_plain_settings_are_named(name, tmp_path):
+    """modelopt, AutoGPTQ and AutoAWQ leave config.json alone."""
+    target = tiny.make_target("llama", tiny.SCHEMES["w8a8"])
+    write_quantized(target, tmp_path / "out", form="compressed-tensors", config=tiny.raw_config("llama"))
+    tiny.edit_json(tmp_path / "out" / "config.json", lambda c: c.pop("quantization_config"))
+    with pytest.raises(CheckpointError, match=r"holds quantised weights \(model\.layers.*weight_scale\)"):
+        load_folder(tmp_path / "out", np.dtype("float32"))
+    (tmp_path / "out" / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"quantised as {name} describes"):
+        load_folder(tmp_path / "out", np.dtype("float32"))
 
 
 def test_an_exact_name_wins_over_a_spelling():

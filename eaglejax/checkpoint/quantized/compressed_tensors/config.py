@@ -12,6 +12,7 @@ from typing import Any
 
 from eaglejax.checkpoint.quantized.parts import Kind, require
 from eaglejax.errors import CheckpointError
+from eaglejax.naming import known_name
 
 METHOD = "compressed-tensors"
 
@@ -27,17 +28,24 @@ _STATUS = ("initialized", "calibration", "frozen", "compressed")
 """How far the tool was when it saved, which says nothing of the files: their tensors tell what they hold."""
 
 
+_ORDERS = ("weight", "static")
+"""Orders in which columns were quantised that leave no trace in the files; that of ``group`` moves columns
+between groups, which ``weight_g_idx`` would tell."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """One entry of ``config_groups``: targets, kind and file format of their matrices."""
+    """One entry of ``config_groups``: targets, kind and file format of their matrices; format None: as the
+    tensors have it."""
 
     name: str
     targets: tuple[str, ...]
     kind: Kind
-    format: str
+    format: str | None
 
-    def covers(self, module: str) -> bool:
-        return any(_matches(target, module) for target in self.targets)
+    def covers(self, *spelt: str) -> bool:
+        """Whether a module is meant, by any of its names."""
+        return any(_matches(target, module) for target in self.targets for module in spelt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +56,12 @@ class Scheme:
     ignore: tuple[str, ...]
     where: str
 
-    def group_of(self, module: str) -> Group | None:
-        if any(_matches(pattern, module) for pattern in self.ignore):
+    def group_of(self, *spelt: str) -> Group | None:
+        """The group of a module: of its name in ``*ForCausalLM``, and as the files spell it, which is what
+        expressions were written for."""
+        if any(_matches(pattern, module) for pattern in self.ignore for module in spelt):
             return None
-        return next((group for group in self.groups if group.covers(module)), None)
+        return next((group for group in self.groups if group.covers(*spelt)), None)
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -69,15 +79,20 @@ def parse_config(raw: Mapping[str, Any], where: str, plain: Callable[[str], str]
     """
     status = raw.get("quantization_status")
     require(
-        status is None or status in _STATUS,
+        status is None or (isinstance(status, str) and known_name(status, _STATUS)),
         f"{where}: quantization_status is {status!r:.80}; it can be {', '.join(_STATUS)}",
     )
     groups = raw.get("config_groups")
     require(isinstance(groups, Mapping) and groups, f"{where}: quantization_config has no config_groups")
-    for key, part in (("kv_cache_scheme", None), ("sparsity_config", "format"), ("transform_config", None)):
+    # The writer names the sparsity and the transforms of every model, also of those that have none.
+    nothing = {
+        "kv_cache_scheme": lambda value: False,
+        "sparsity_config": lambda value: str(value.get("format")).lower() == "dense",
+        "transform_config": lambda value: not value.get("config_groups"),
+    }
+    for key, is_nothing in nothing.items():
         value = raw.get(key)
-        # The writer names the sparsity of every model, also of those that have none.
-        none = not value or (isinstance(value, Mapping) and part is not None and value.get(part) == "dense")
+        none = not value or (isinstance(value, Mapping) and is_nothing(value))
         require(none, f"{where}: quantization_config sets {key}, which is not read")
     ignore = raw.get("ignore") or ()
     require(
@@ -114,17 +129,21 @@ def _group(name: str, raw: Any, default_format: Any, where: str) -> Group:
     )
     require(isinstance(weights, Mapping), f"{at} does not say how weights are quantised")
     require(not raw.get("output_activations"), f"{at} quantises outputs, which is not supported")
-    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    weights, size = _filled(weights), weights.get("group_size")
+    bits, strategy = weights["num_bits"], weights["strategy"]
     require(
-        weights.get("type") == "int" and bits in (4, 8) and weights.get("symmetric", True) is True,
-        f"{at}.weights: {bits} bits of type {weights.get('type')!r}, symmetric "
+        weights["type"] == "int" and bits in (4, 8) and weights.get("symmetric", True) is True,
+        f"{at}.weights: {bits} bits of type {weights['type']!r}, symmetric "
         f"{weights.get('symmetric', True)}; symmetric int of 4 or 8 bits is read",
     )
     require(
         strategy in ("channel", "group"), f"{at}.weights: strategy {strategy!r}; channel and group are read"
     )
-    require(not weights.get("actorder"), f"{at}.weights: actorder {weights.get('actorder')!r} is not read")
-    size = weights.get("group_size")
+    order = weights.get("actorder")
+    require(
+        not order or (isinstance(order, str) and known_name(order, _ORDERS)),
+        f"{at}.weights: actorder {order!r} is not read",
+    )
     require(
         strategy == "channel" or (isinstance(size, int) and not isinstance(size, bool) and size > 0),
         f"{at}.weights: group_size is {size!r}; groups need a positive whole number",
@@ -135,20 +154,32 @@ def _group(name: str, raw: Any, default_format: Any, where: str) -> Group:
         f"{at}: static activations go with 8-bit weights by channel",
     )
     form = raw.get("format") or default_format
+    known = known_name(form, _FORMATS) if isinstance(form, str) else None
     require(
-        isinstance(form, str) and form in _FORMATS,
+        form is None or known is not None,
         f"{at}: format {form!r:.80} is not read; {INT} and {PACKED} are",
     )
     kind = Kind(bits, activation, size if strategy == "group" else None, offset)
-    return Group(name, tuple(targets), kind, _FORMATS[form])
+    return Group(name, tuple(targets), kind, None if known is None else _FORMATS[known])
+
+
+def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of weights or activations with what the tool takes for those that are left out."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    size = given.get("group_size")
+    by_size = "tensor" if size is None else "channel" if size == -1 else "group"
+    usual = "token" if given.get("dynamic") else by_size
+    return {"num_bits": 8, "type": "int", "strategy": usual, **given}
 
 
 def _activation(raw: Any, at: str) -> tuple[str | None, bool]:
     """(kind of activations, whether they have a zero point)."""
     if raw is None:
         return None, False
+    require(isinstance(raw, Mapping), f"{at}.input_activations is {raw!r:.80}; it must be an object")
+    raw = _filled(raw)
     require(
-        isinstance(raw, Mapping) and raw.get("num_bits") == 8 and raw.get("type") == "int",
+        raw["num_bits"] == 8 and raw["type"] == "int",
         f"{at}.input_activations must be int of 8 bits",
     )
     symmetric = raw.get("symmetric", True)

@@ -13,7 +13,14 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from eaglejax.checkpoint.quantized.compressed_tensors.config import METHOD, PACKED, Group, Scheme, format_of
+from eaglejax.checkpoint.quantized.compressed_tensors.config import (
+    INT,
+    METHOD,
+    PACKED,
+    Group,
+    Scheme,
+    format_of,
+)
 from eaglejax.checkpoint.quantized.parts import Encoded, Kind, Part, Store, checked_scale, pending, require
 from eaglejax.checkpoint.safetensors_io import Pending
 from eaglejax.errors import ConfigError
@@ -33,10 +40,15 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 
 def find(
-    scheme: Scheme, store: Store, matrices: Collection[str], ignorable: Sequence[str] = ()
+    scheme: Scheme,
+    store: Store,
+    matrices: Collection[str],
+    ignorable: Sequence[str] = (),
+    spelt: Callable[[str], str] = str,
 ) -> dict[str, Encoded]:
     """Every quantised matrix by module name. ``matrices``: modules of the model that hold one; ``ignorable``:
-    expressions for tensors of other towers, which are not read, quantised or not.
+    expressions for tensors of other towers, which are not read, quantised or not. ``spelt``: a tensor's name
+    as the files have it.
 
     Raises ``CheckpointError`` for a matrix that is described but not quantised in the files, or the reverse.
     """
@@ -54,7 +66,7 @@ def find(
     require(not unknown, f"{scheme.where} ignores {', '.join(unknown[:4])}, which the model does not have")
     encoded = {}
     for module in matrices:
-        group = scheme.group_of(module)
+        group = scheme.group_of(module, spelt(f"{module}.weight").removesuffix(".weight"))
         stray = [s for s in _SUFFIXES if f"{module}.{s}" in present]
         if group is None:
             require(
@@ -79,7 +91,8 @@ def _modules(names: Collection[str]) -> set[str]:
 
 def _module(module: str, group: Group, store: Store, present: Collection[str]) -> Encoded:
     kind = group.kind
-    packed = group.format == PACKED
+    packed = group.format == PACKED if group.format else f"{module}.weight_packed" in present
+    form = PACKED if packed else INT
     needed = ["weight_packed", "weight_scale", "weight_shape"] if packed else ["weight", "weight_scale"]
     needed += ["input_scale"] if kind.activation == "static" else []
     needed += ["input_zero_point"] if group.kind.asymmetric else []
@@ -91,8 +104,7 @@ def _module(module: str, group: Group, store: Store, present: Collection[str]) -
     extra = [s for s in ("weight", *_SUFFIXES) if s not in needed and f"{module}.{s}" in present]
     require(
         not extra,
-        f"tensor '{module}.{', '.join(extra)}' has no place in {group.format} weights of config_groups."
-        f"{group.name}",
+        f"tensor '{module}.{', '.join(extra)}' has no place in {form} weights of config_groups.{group.name}",
     )
 
     def check(suffix: str, shapes: Sequence[tuple[int, ...]], *dtypes: str) -> None:

@@ -98,7 +98,7 @@ def parse_description(raw: Mapping[str, Any], where: str, plain: Callable[[str],
     )
     for key in ("kv_quant_type", "kv_cache_type"):
         require(
-            raw.get(key) in (None, "", *KV_TYPES),
+            not raw.get(key) or (isinstance(raw[key], str) and known_name(raw[key], KV_TYPES)),
             f"{where}: {key} is {raw.get(key)!r}; it can be {' or '.join(KV_TYPES)}",
         )
     return Description(types, {key: raw[key] for key in SETTINGS if key in raw}, where)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eaglejax.drafts.eagle.config import AuxNorm
+from eaglejax.drafts.eagle.files.keys import check_keys
 from eaglejax.drafts.eagle.files.settings import KEY
 from eaglejax.drafts.eagle.files.shapes import Shapes
 from eaglejax.models.config_reader import ELSEWHERE
@@ -35,6 +36,7 @@ def switches(file: Shapes, version: int) -> dict[str, bool]:
         name: any(re.fullmatch(pattern, n) for n in file.store.names())
         for name, (pattern, _) in _SWITCHES.items()
     }
+    check_keys(file)
     check_foreign(file)
     for name, present in found.items():
         recorded = file.settings.get(name)
@@ -70,20 +72,10 @@ _SCALES = (
 )
 """Keys of other families whose readers compute with them in whatever layer they find."""
 
-_EAGLE_CONFIG: dict[str, tuple[Any, ...]] = {
-    "use_input_layernorm_in_first_layer": (True,),
-    "use_mtp_layernorm": (False,),
-    "next_layer_regular": (True,),
-}
-"""Choices of modelopt's layers, with the one that drafts here have."""
-
 
 def check_foreign(file: Shapes) -> None:
     """Refuse, or name in a note, settings of other families that no draft here computes with. Raises
     CheckpointError."""
-    inner = file.raw.get("eagle_config")
-    if inner is not None and not isinstance(inner, Mapping):
-        file.fail(f"eagle_config is {inner!r:.80}; it must be an object")
     for key, values in ELSEWHERE.items():
         value = file.layer.get(key)
         if value is None or value in values or key in ("use_qk_norm", "hidden_activation"):
@@ -92,10 +84,6 @@ def check_foreign(file: Shapes) -> None:
             file.fail(f"config.json says {key}: {value!r:.80}, which drafts here do not compute with")
         if key != "query_pre_attn_scalar" or value != file.layer.get("head_dim"):
             file.notes.append(f"config.json says {key}: {value!r:.80}, which drafts here do not read")
-    for key, values in _EAGLE_CONFIG.items():
-        value = (inner or {}).get(key)
-        if value is not None and value not in values:
-            file.fail(f"eagle_config says {key}: {value!r:.80}, which drafts here do not compute with")
     window = file.layer.get("sliding_window")
     if window and not file.layer.get("layer_types") and file.layer.get("use_sliding_window") is not False:
         file.notes.append(
@@ -118,6 +106,7 @@ def _promises(
         out.append((key, raw.get(key), ("fc_bias",)))
     if not official:
         out.append(("attention_bias", layer.get("attention_bias"), ("qkv_bias", "o_bias")))
+    out.append(("fusion_bias", raw.get("fusion_bias"), ("fc_bias",)))
     out.append(("qkv_bias", layer.get("qkv_bias"), ("qkv_bias",)))
     out.append(("use_qk_norm", layer.get("use_qk_norm"), ("qk_norm",)))
     if file.speculators:

@@ -19,6 +19,7 @@ from eaglejax.checkpoint.files import read_json
 from eaglejax.config import AuxConvention
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files import norms, parts
+from eaglejax.drafts.eagle.files.keys import AUX_KEY
 from eaglejax.drafts.eagle.files.names import PlainStore
 from eaglejax.drafts.eagle.files.settings import KEY
 from eaglejax.drafts.eagle.files.shapes import Shapes
@@ -27,8 +28,6 @@ from eaglejax.drafts.files import DraftFiles
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.naming import known_name
 
-_AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-
 
 @dataclasses.dataclass(frozen=True)
 class DraftFile:
@@ -36,7 +35,8 @@ class DraftFile:
 
     ``store``: its tensors by plain name; ``raw``: its config.json; ``ids`` [Vd] int64: target id of each
     draft id, or None when they are the same; ``layout``: which producer's form it has; ``unused``: tensors
-    that the configuration switches off; ``notes``: choices made, one sentence each.
+    that the configuration switches off; ``notes``: choices made, one sentence each; ``doubts``: those of them
+    that may mean another draft.
     """
 
     path: Path
@@ -47,6 +47,7 @@ class DraftFile:
     layout: str
     unused: tuple[str, ...]
     notes: tuple[str, ...]
+    doubts: tuple[str, ...]
 
 
 def read_draft(
@@ -131,7 +132,15 @@ class _Reader(Shapes):
                 "would not be missed (`eaglejax convert --to eaglejax` writes the record)"
             )
         return DraftFile(
-            self.folder, config, self.store, self.raw, ids, self._layout(version), unused, tuple(self.notes)
+            self.folder,
+            config,
+            self.store,
+            self.raw,
+            ids,
+            self._layout(version),
+            unused,
+            tuple(self.notes),
+            tuple(self.doubts),
         )
 
     def _fc_in(self, version: int, hidden: int) -> int:
@@ -204,7 +213,7 @@ class _Reader(Shapes):
         parts.vocabulary_map(self)
         ids, note = target_ids(self.store, vocab, draft, str(self.folder))
         if note:
-            self.notes.append(note)
+            (self.doubt if self.has("d2t") else self.notes.append)(note)
         return vocab, draft, ids
 
     def _check_head(self, version: int, reduced: bool) -> None:
@@ -238,6 +247,9 @@ class _Reader(Shapes):
             num_aux, target_hidden = self._widths(hidden, fc_in, len(aux), each)
         else:
             aux_norm, aux, num_aux, target_hidden = "none", (), 0, hidden
+            inner = self.raw.get("eagle_config") or {}
+            if ids := self.raw.get(AUX_KEY) or inner.get(AUX_KEY):
+                self.notes.append(f"{AUX_KEY} names {ids!r:.80}, which a draft without fc does not read")
             if override:
                 raise ConfigError(
                     f"{self.folder} reads the target's state behind its final norm and no other; aux and "
@@ -258,29 +270,33 @@ class _Reader(Shapes):
         """Boundaries named by the config, () when it names none."""
         inner = self.raw.get("eagle_config")
         places = [self.raw, inner] if isinstance(inner, Mapping) else [self.raw]
-        lists = [p[_AUX_KEY] for p in places if p.get(_AUX_KEY)]
+        lists = [p[AUX_KEY] for p in places if p.get(AUX_KEY)]
         if "boundaries" in self.settings:
             if lists:
-                self.fail(f"config.json names feature layers as {_AUX_KEY} and as {KEY}.boundaries")
+                self.fail(f"config.json names feature layers as {AUX_KEY} and as {KEY}.boundaries")
             convention, lists = "boundary", [self.settings["boundaries"]]
+        key = AUX_KEY if lists else "target_layer_ids"
+        lists = lists or [self.raw.get(key)] * bool(self.raw.get(key))
         if not lists:
             self.notes.append(
                 "config.json names no feature layers; the usual boundaries 2, n/2, n-3 are used"
             )
             return ()
         if any(x != lists[0] for x in lists):
-            self.fail(f"config.json gives {_AUX_KEY} twice and differently: {lists}")
+            self.fail(f"config.json gives {AUX_KEY} twice and differently: {lists}")
         ids = lists[0]
         if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            self.fail(f"{_AUX_KEY} is {ids!r}; it must be a list of integers")
+            self.fail(f"{key} is {ids!r}; it must be a list of integers")
         if not rising(np.asarray(ids)):
-            self.fail(f"{_AUX_KEY} {ids} must be increasing: features are joined in the order of the layers")
+            self.fail(f"{key} {ids} must be increasing: features are joined in the order of the layers")
         why = "as asked for"
         if "boundaries" in self.settings:
             why = "eaglejax names boundaries"
         elif convention == "auto":
             if self.speculators:
                 convention, why = "boundary", "speculators counts hidden-state boundaries"
+            elif key != AUX_KEY:
+                convention, why = "block", f"{key} counts blocks"
             elif ids[0] == 1:
                 convention, why = (
                     "block",

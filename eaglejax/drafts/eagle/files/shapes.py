@@ -36,6 +36,7 @@ class Shapes:
     def __init__(self, folder: Path, raw: Mapping[str, Any], store: PlainStore) -> None:
         self.folder, self.raw, self.store = folder, raw, store
         self.notes: list[str] = []
+        self.doubts: list[str] = []
         self.settings = read_settings(raw)
         self.own_form = "head" in self.settings and raw.get("architectures") == [ARCHITECTURE]
         nested = raw.get("transformer_layer_config")
@@ -56,6 +57,11 @@ class Shapes:
     def fail(self, text: str) -> NoReturn:
         """Raise CheckpointError about this draft."""
         raise CheckpointError(f"{self.folder}: {text}")
+
+    def doubt(self, text: str) -> None:
+        """A note that may mean another draft than the one that is read, so that callers are warned of it."""
+        self.notes.append(text)
+        self.doubts.append(text)
 
     def has(self, name: str) -> bool:
         """Whether the file holds the tensor."""
