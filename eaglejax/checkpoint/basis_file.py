@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,9 @@ def find_basis(folder: Path) -> Path | None:
     description = description_path(folder)
     named = None if description is None else named_rotation(read_json(description))
     if named is not None:
-        path = (folder / str(named)).resolve()
-        if not path.is_relative_to(folder.resolve()) or not path.is_file():
+        # By name alone: in the Hub's cache every file of a folder is a link to somewhere else.
+        path = folder / os.path.normpath(str(named))
+        if not path.is_relative_to(folder) or ".." in path.parts[len(folder.parts) :] or not path.is_file():
             raise CheckpointError(
                 f"{description} names the rotation {named!r:.200}, which is not in the folder"
             )

@@ -90,7 +90,7 @@ def _named_files(folder: Path) -> list[str]:
     where its description has it."""
     description = description_path(folder)
     named = None if description is None else named_rotation(read_json(description))
-    return sorted({FILE, *([named] if isinstance(named, str) else [])})
+    return sorted({FILE, *([os.path.normpath(named)] if isinstance(named, str) else [])})
 
 
 def _snapshot(repo: str, revision: str | None, allow: list[str], ignore: list[str] | None) -> Path:

@@ -71,8 +71,12 @@ class Tokenizer:
         found = set(self.eos_ids)
         for name in names:
             token = self.backend.token_to_id(name) if isinstance(name, str) else name
-            number = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < self.vocab_size
-            if not number or self.backend.id_to_token(token) is None:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int)
+                or not 0 <= token < self.vocab_size
+                or self.backend.id_to_token(token) is None
+            ):
                 raise ConfigError(
                     f"eos names {name!r}, which is no token of this model; give a token's text or an id from "
                     f"0 to {self.vocab_size - 1}"

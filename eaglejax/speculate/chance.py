@@ -7,6 +7,7 @@ right and cost acceptance alone, so that nothing else would ever show them.
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import warnings
 import weakref
@@ -18,8 +19,8 @@ from eaglejax.drafts.registry import family_of
 from eaglejax.models.target import Target
 from eaglejax.speculate.generate import Generation
 
-LEAST_ROUNDS, LEAST_EXPECTED = 32, 6.0
-"""Rounds, and first drafts that chance would get right in them, below which nothing is said."""
+LEAST_ROUNDS, DOUBT = 32, 0.02
+"""Rounds below which nothing is said, and how probable so few right drafts may be by chance."""
 
 
 @dataclasses.dataclass
@@ -38,6 +39,17 @@ class _Tally:
         most = max(self.tokens.values(), default=0)
         return self.rounds * most / max(self.tokens.total(), 1)
 
+    @property
+    def far_below_chance(self) -> bool:
+        """Whether less than half as many were right, and so few are improbable (by Poisson's law)."""
+        if self.rounds < LEAST_ROUNDS or self.accepted >= self.expected / 2:
+            return False
+        term = tail = math.exp(-self.expected)
+        for k in range(1, self.accepted + 1):
+            term *= self.expected / k
+            tail += term
+        return tail < DOUBT
+
 
 _tallies: weakref.WeakKeyDictionary[Bound, _Tally] = weakref.WeakKeyDictionary()
 
@@ -52,9 +64,7 @@ def watch(bound: object, target: Target, results: Iterable[Generation]) -> None:
         tally.rounds += result.stats.num_drafts
         tally.accepted += result.stats.accepted_at[0] if result.stats.accepted_at else 0
         tally.tokens.update(result.token_ids)
-    if tally.said or tally.rounds < LEAST_ROUNDS or tally.expected < LEAST_EXPECTED:
-        return
-    if tally.accepted >= tally.expected / 2:
+    if tally.said or not tally.far_below_chance:
         return
     tally.said = True
     command = ["eaglejax", "diagnose", "--target", target.name, "--draft", bound.source or "DRAFT"]

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import shutil
 import urllib.error
 import zipfile
 from typing import ClassVar
@@ -16,6 +15,7 @@ import huggingface_hub.errors
 import pytest
 
 from eaglejax.checkpoint import demo
+from eaglejax.checkpoint.basis_file import find_basis
 from eaglejax.checkpoint.files import cache_dir
 from eaglejax.checkpoint.sources import Source, resolve
 from eaglejax.errors import CheckpointError
@@ -230,7 +230,7 @@ class TestHub:
         for name in (*self.ROOT, *wanted, *other):
             (repository / name).parent.mkdir(parents=True, exist_ok=True)
             (repository / name).write_text("{}")
-        named = {"optional": {"quarot": {"rotation_map": {"global_rotation": "rotation/q.safetensors"}}}}
+        named = {"optional": {"quarot": {"rotation_map": {"global_rotation": "./rotation/q.safetensors"}}}}
         for description in repository.glob("quant_model_description*"):
             description.write_text(json.dumps(named))
 
@@ -240,13 +240,17 @@ class TestHub:
                 names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
             ):
                 (local / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(repository / name, local / name)
+                # As in the Hub's cache, where a snapshot holds links alone.
+                (local / name).unlink(missing_ok=True)
+                (local / name).symlink_to(repository / name)
             return str(local)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         folder = resolve("owner/name").path
         found = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
         assert found == {*self.ROOT, *wanted}
+        rotation = [name for name in wanted if "/" in name]
+        assert find_basis(folder) == (folder / rotation[0] if rotation else None)
 
     def test_all_parts_of_a_split_file_are_asked_for(self, tmp_path, monkeypatch):
         parts = [f"q8/m-0000{i}-of-00002.gguf" for i in (1, 2)]

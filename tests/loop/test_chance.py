@@ -51,6 +51,21 @@ def test_rounds_of_several_calls_add_up():
     assert len(said(bound, [answer(16, 0)])) == 1
 
 
+def test_a_text_of_many_different_tokens_takes_more_rounds_or_fewer_right_drafts():
+    """One in twenty is the same token: none right in 80 rounds is 1 chance in 50, one right takes 120."""
+
+    def of(rounds, accepted):
+        stats = Stats(num_drafts=rounds, accepted_at=(accepted, 0))
+        made = Generation("", [1, 1, *range(2, 40)], "length", None, stats, 1)
+        return said(Bound(made_by_eagle(), {}, source="d"), [made])
+
+    assert of(70, 0) == []
+    assert len(of(80, 0)) == 1
+    assert of(80, 1) == []
+    assert len(of(120, 1)) == 1
+    assert len(of(20_000, 400)) == 1
+
+
 @pytest.mark.parametrize(("rounds", "accepted"), [(40, 8), (40, 30), (10, 0)])
 def test_chance_or_better_and_few_rounds_say_nothing(rounds, accepted):
     assert said(Bound(made_by_eagle(), {}), [answer(rounds, accepted)]) == []

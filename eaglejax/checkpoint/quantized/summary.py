@@ -113,7 +113,7 @@ def summary(folder: Path) -> dict[str, Any]:
         "kinds": {name: dict(counts) for name, counts in by_kind.items()},
         "plain": dict(plain),
         "basis": read_basis(path).id if path else basis,
-        "rotation": None if path is None else os.path.relpath(path.resolve(), folder.resolve()),
+        "rotation": None if path is None else os.path.relpath(path, folder),
         "cache": cache,
         "bytes": sum(file.stat().st_size for file in files.paths),
     }
