@@ -15,8 +15,9 @@ from eaglejax.drafts.registry import family_of
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
+from eaglejax.speculate.admission import check_request
 from eaglejax.speculate.chance import watch
-from eaglejax.speculate.generate import BatchDecoder, Generation, Piece, check_request
+from eaglejax.speculate.generate import BatchDecoder, Generation, Piece
 from eaglejax.speculate.metrics import Stats
 from eaglejax.speculate.options import DecodeChanges, DecodeOptions
 
@@ -187,7 +188,7 @@ def generate(
     if on_error not in ("raise", "return"):
         raise ConfigError(f"on_error is {on_error!r}; it is 'raise' or 'return'")
     if not _is_token(batch_size) or batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
+        raise ConfigError(f"batch_size is {batch_size!r:.80}; it must be a whole number of at least 1")
     options = dataclasses.replace(options or DecodeOptions(), **changes)
     single = _is_single(prompts)
     items: list[Any] = [prompts] if single else list(prompts)  # type: ignore[arg-type]

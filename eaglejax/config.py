@@ -258,9 +258,15 @@ def _read_bool(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
+_LONGEST_TREE = 1 << 17
+"""Characters of a tree written as text; the largest that is drafted with takes a tenth of it."""
+
+
 def _read_paths(value: Any) -> Paths | None:
     """A list of lists of integers, or such a list written as text (vLLM has tuples in a string)."""
     if isinstance(value, str):
+        if len(value) > _LONGEST_TREE:
+            return None
         try:
             value = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -22,7 +22,7 @@ class JsonError(ValueError):
 
 def parse(text: str | bytes, *, strict: bool = False) -> Any:
     """The value that ``text`` spells; bytes are UTF-8. ``strict``: without NaN and Infinity, which Python
-    writes and JSON does not know.
+    writes and JSON does not know, and with -0 as a float, as other readers have it.
 
     Raises JsonError for what is no JSON and for what is too large, too deep or holds integers of hundreds of
     digits, before anything of that size is made.
@@ -31,7 +31,11 @@ def parse(text: str | bytes, *, strict: bool = False) -> Any:
         raise JsonError(f"not usable JSON: it is longer than {MOST_BYTES} bytes")
     try:
         spelt = text if isinstance(text, str) else text.decode("utf-8")
-        value = json.loads(spelt, parse_int=_integer, parse_constant=_no_number if strict else None)
+        value = json.loads(
+            spelt,
+            parse_int=_unsigned_zero if strict else _integer,
+            parse_constant=_no_number if strict else None,
+        )
     except UnicodeDecodeError as error:
         raise JsonError(f"not valid JSON: byte {error.start + 1} is not UTF-8") from error
     except json.JSONDecodeError as error:
@@ -48,6 +52,11 @@ def _integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise JsonError("not usable JSON: it holds a number of too many digits")
     return int(digits)
+
+
+def _unsigned_zero(digits: str) -> int | float:
+    """An integer; -0 is one to Python alone."""
+    return -0.0 if digits == "-0" else _integer(digits)
 
 
 def _no_number(name: str) -> Any:

@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import re
+import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,10 +28,14 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def progress(text: str, total: int | None) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; the body calls the yielded function to advance by 1, or by a given amount.
+    """A progress bar on stderr where that is a terminal; the body calls the yielded function to advance by 1,
+    or by a given amount.
 
     ``total`` None: the bar only shows that something moves.
     """
+    if not sys.stderr.isatty():
+        yield lambda amount=1: None
+        return
     import rich.console
     import rich.markup
     import rich.progress
@@ -93,6 +99,18 @@ def write_text(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """Where an index of shards places each tensor. Raises ``CheckpointError`` for one without a map, and for
+    a map to what is no file beside it."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, Mapping) or not places:
+        raise CheckpointError(f"{index} has no weight_map")
+    odd = [f"{k!r:.80}: {v!r:.80}" for k, v in places.items() if not _is_file_name(v)]
+    if odd:
+        raise CheckpointError(f"{index} names what is no file beside it: {', '.join(odd[:2])}")
+    return dict(places)
+
+
 def weight_files(folder: Path, stem: str, suffix: str) -> tuple[list[Path], dict[str, str]]:
     """(weight files of ``folder`` under the names that producers give them, where its index places each
     tensor).
@@ -104,12 +122,7 @@ def weight_files(folder: Path, stem: str, suffix: str) -> tuple[list[Path], dict
     """
     index = folder / f"{stem}{suffix}.index.json"
     if index.is_file():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, Mapping) or not places:
-            raise CheckpointError(f"{index} has no weight_map")
-        odd = [f"{k!r:.80}: {v!r:.80}" for k, v in places.items() if not _is_file_name(v)]
-        if odd:
-            raise CheckpointError(f"{index} names what is no file beside it: {', '.join(odd[:2])}")
+        places = weight_map(index)
         shards = sorted(set(places.values()))
         absent = [name for name in shards if not (folder / name).is_file()]
         if absent:
@@ -117,7 +130,7 @@ def weight_files(folder: Path, stem: str, suffix: str) -> tuple[list[Path], dict
                 f"{folder} lacks {', '.join(absent)}: {index.name} names {len(shards)} shards; copy or "
                 "download the rest"
             )
-        return [folder / name for name in shards], dict(places)
+        return [folder / name for name in shards], places
     for name in (f"{stem}{suffix}", f"{stem}-00001-of-00001{suffix}"):
         if (folder / name).is_file():
             return [folder / name], {}
@@ -144,6 +157,18 @@ def say_strays(folder: Path, taken: list[Path]) -> None:
             f"{'is' if len(strays) == 1 else 'are'} not read; the weights are {taken[0].name}"
             + (f" and {len(taken) - 1} more" if len(taken) > 1 else ""),
             stacklevel=2,
+        )
+
+
+def require_disk(path: Path, needed: int, what: str) -> None:
+    """Refuse (CheckpointError) to write ``needed`` bytes, those of ``what``, where the disk that ``path`` is
+    to be on has not as many free."""
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise CheckpointError(
+            f"{what} takes about {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free where {path} "
+            "is to be"
         )
 
 

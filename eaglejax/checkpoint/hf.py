@@ -289,7 +289,7 @@ def load_folder(
         ignorable=(*ignorable_of(config), *ignorable),
     )
     store.check_dtypes(name for assignment in assignments for name in assignment.names)
-    leaves, place = {}, placement(table, mesh)
+    leaves, place = {}, placement(table, mesh, str(folder))
     with progress(f"loading {folder.name}", len(assignments)) as advance:
         for assignment in assignments:
             leaves[assignment.leaf] = place(assignment.leaf, materialize(assignment, store))

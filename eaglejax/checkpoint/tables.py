@@ -10,6 +10,7 @@ twice.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from eaglejax import pytree
 from eaglejax.checkpoint.safetensors_io import ALIGNMENT
 from eaglejax.devices.adapter import MeshDefaults
 from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.models.memory import require_free
 
 
 class TensorStore(Protocol):
@@ -225,10 +227,20 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def placement(table: Any, mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
+def placement(
+    table: Any, mesh: Mesh | None, where: str, *, mapped: bool = False
+) -> Callable[[str, np.ndarray], jax.Array]:
     """How a leaf of the table, by its path, comes to where it is used: in one piece on the default device,
-    or, with a ``mesh``, to each device its part of it, which is all that it ever holds. Raises ConfigError
-    for a mesh of axes that are not known."""
+    or, with a ``mesh``, to each device its part of it, which is all that it ever holds. ``mapped``: leaves
+    are parts of a mapped file, which a CPU uses where they lie. Raises ConfigError for a mesh of axes that
+    are not known, and for weights, those of ``where``, that memory has no room for."""
+    if not (mapped and jax.default_backend() == "cpu"):
+        sizes = [math.prod(i.shape) * np.dtype(i.dtype).itemsize for i in pytree.leaf_paths(table).values()]
+        require_free(
+            f"the model in {where}",
+            sum(sizes) // (1 if mesh is None else mesh.devices.size),
+            "take a narrower dtype or fewer bits (quant), or divide it among more devices (mesh)",
+        )
     if mesh is None:
         return lambda path, value: jax.device_put(value, may_alias=True)
     defaults = MeshDefaults()

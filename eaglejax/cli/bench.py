@@ -81,6 +81,7 @@ class Bench:
                 ),
                 self.kv_cache_dtype,
             )
+            methods.say_memory(target)
             proposers = {name: methods.proposer_from(target, config) for name, config in configs.items()}
             # A model with quantised weights is another one than its float32 form.
             wide = self.dtype is None and self.quant is None

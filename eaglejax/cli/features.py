@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import tyro
 
@@ -23,6 +24,7 @@ class Features:
 
     def run(self) -> int:
         """The command."""
+        from eaglejax.checkpoint.files import require_disk
         from eaglejax.checkpoint.target import load_target
         from eaglejax.train.feature_cache import write_features
         from eaglejax.train.prepare import planned_config, prepare_data
@@ -36,6 +38,9 @@ class Features:
         taps = training_of(config).taps(config)
         data = prepare_data(settings.data, target)
         samples = [*data.train, *data.validation]
+        width = target.config.hidden_size * target.dtype.itemsize
+        size = sum(len(s) for s in samples) * (len(taps) + 1) * width
+        require_disk(Path(self.out), size, "all features together")
         with progress("features", sum(len(s) for s in samples)) as advance:
             count = write_features(
                 self.out, target, samples, taps, capacity=settings.data.row_tokens, advance=advance

@@ -136,6 +136,7 @@ class Generate:
                 ),
                 self.kv_cache_dtype,
             )
+            methods.say_memory(target)
             proposer = methods.proposer_from(target, config)
         options = {
             "proposer": proposer,

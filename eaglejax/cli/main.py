@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from eaglejax.cli.interrupts import say_and_leave, watched
+
 COMMANDS = {
     "demo": ("Demo", "watch a real model write the same text with and without drafts"),
     "generate": ("Generate", "answer prompts"),
@@ -29,8 +31,21 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status. 0: done, 1: done but not all is well, 2: refused."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one command; its exit status. 0: done, 1: done but not all is well, 2: refused.
+
+    ``argv``: its words (None: the process's own, which ends with the command).
+    """
+    if argv is not None:
+        return _main(argv, own_process=False)
+    try:
+        with watched():
+            return _main(sys.argv[1:], own_process=True)
+    except KeyboardInterrupt:
+        say_and_leave()
+
+
+def _main(argv: Sequence[str], *, own_process: bool) -> int:
+    words = list(argv)
     name = words[0] if words else None
     if name in ("-h", "--help"):
         print(_help())
@@ -44,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse(name)
     from eaglejax.cli.run import run_command
 
-    return run_command(lambda: _command(name), words[1:], own_process=argv is None, prog=f"eaglejax {name}")
+    return run_command(lambda: _command(name), words[1:], own_process=own_process, prog=f"eaglejax {name}")
 
 
 def _command(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import eaglejax as ej
 from eaglejax.cli import show
 from eaglejax.config import AuxConvention, SpeculativeConfig, parse_speculative_config
+from eaglejax.drafts.limits import MOST_DEPTH, MOST_NGRAM, check_count
 from eaglejax.errors import ConfigError
 from eaglejax.kv_format import kv_format
 from eaglejax.naming import known_name
@@ -47,15 +48,31 @@ _lookup = _settings_as(
     num_speculative_tokens="length", prompt_lookup_max="max_ngram", prompt_lookup_min="min_ngram"
 )
 
+
+def _check_sizes(**most: int) -> Callable[[SpeculativeConfig], None]:
+    """Refuses settings beyond these limits; the proposers have them too, but no model is loaded for this."""
+
+    def check(config: SpeculativeConfig) -> None:
+        for key, limit in most.items():
+            if (value := getattr(config, key)) is not None:
+                check_count(key, value, limit)
+
+    return check
+
+
 _WITHOUT_DRAFT: dict[str, Method] = {
     "ar": Method((), lambda target, config: None),
     "ngram": Method(
         ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
         lambda target, config: ej.NGram(**_lookup(config)),
+        _check_sizes(
+            num_speculative_tokens=MOST_DEPTH, prompt_lookup_max=MOST_NGRAM, prompt_lookup_min=MOST_NGRAM
+        ),
     ),
     "prediction": Method(
         ("num_speculative_tokens",),
         lambda target, config: ej.Prediction(**_length(config)),
+        _check_sizes(num_speculative_tokens=MOST_DEPTH),
         reads_prediction=True,
     ),
 }
@@ -209,6 +226,19 @@ def with_cache(target: ej.Target, kv_form: str | None) -> ej.Target:
             "and --calib-prompts, or use int8, whose scales come with the tokens"
         )
     return dataclasses.replace(target, cache_format=form.name)
+
+
+def say_memory(target: ej.Target) -> None:
+    """Say what the weights take, what a row's tokens will take, and what is left for them."""
+    from eaglejax.devices import machine
+    from eaglejax.models.memory import cache_bytes_per_token, gib
+    from eaglejax.speculate.options import cache_form
+
+    a_token = cache_bytes_per_token(target.config, cache_form(target)[0])
+    show.print_note(
+        f"memory: the weights take {gib(target.nbytes)}, a thousand tokens of a row "
+        f"{1000 * a_token / 2**20:.1f} MiB of cache; {gib(machine.free_bytes())} are free"
+    )
 
 
 def token_names(names: Sequence[str]) -> list[int | str]:

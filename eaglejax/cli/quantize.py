@@ -26,7 +26,7 @@ from eaglejax.checkpoint.quantized.write import check_form, check_output, write_
 from eaglejax.cli import show
 from eaglejax.config import BadRow, read_prompts
 from eaglejax.errors import ConfigError
-from eaglejax.models import decoder
+from eaglejax.models import decoder, memory
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.visible import Causal
 from eaglejax.quant.array import QuantArray
@@ -47,6 +47,8 @@ PROBE = (
     "and def area(r): return 3.14159 * r ** 2. Ein Satz auf Deutsch, une phrase en français."
 )
 """The text on which layers are compared where no calibration prompts are given."""
+
+TOO_LARGE = "take a smaller model, or a dtype of fewer bytes (--dtype)"
 
 LONGEST, SAMPLES = 512, 64
 """Tokens of a calibration prompt that are used, and prompts of a file where no number is given."""
@@ -113,12 +115,15 @@ class Quantize:
         prompts = self._prompts(source)
         original = source.nbytes
         if rotation is not None or self.online_rot:
+            memory.require_free("a rotated copy of the weights", source.nbytes, TOO_LARGE)
             with show.status("rotating"):
                 source = self._rotated(source, rotation)
         statistics = None
         if plan.needs_statistics:
             with show.status("calibrating"):
                 statistics = calibrate(source, prompts)
+        copy = memory.parameter_count(source.config) * plan.scheme.weight_bits // 8
+        memory.require_free("a quantised copy of the weights", copy, TOO_LARGE)
         with show.status("quantising"):
             target = quantize_target(source, plan, statistics=statistics)
             target = self._with_cache(target, cache, prompts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
@@ -10,11 +9,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from eaglejax.cli.interrupts import INTERRUPTED, say_and_leave
 from eaglejax.devices import environment
 from eaglejax.errors import EaglejaxError
 
-INTERRUPTED, NO_READER = 130, 141
-"""Exit statuses of a process that Ctrl-C, or the end of a pipe's other side, ended: 128 and the signal."""
+NO_READER = 141
+"""Exit status of a process that the end of a pipe's other side ended: 128 and the signal."""
 
 
 def run_command(
@@ -42,8 +42,7 @@ def run_command(
         return _refused(str(error))
     except KeyboardInterrupt:
         if own_process:
-            # What still compiles or runs elsewhere in the process would meet an interpreter that is gone.
-            atexit.register(_leave, INTERRUPTED)
+            say_and_leave()
         _refused("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
@@ -85,13 +84,6 @@ def _backend(error: RuntimeError) -> str | None:
     if jax is not None and isinstance(error, jax.errors.JaxRuntimeError):
         return f"the device failed: {first:.400}"
     return None
-
-
-def _leave(status: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
 
 
 @contextlib.contextmanager

@@ -151,6 +151,7 @@ class _Session:
         entry = {"key": key, "values": point.values, "finished": read_result(self.folder(key)) is not None}
         try:
             plan = make_plan(point.settings, self.target, self.data(point.settings.data))
+            plan.check_room(self.target, dataclasses.replace(point.settings, out=str(self.folder(key))))
         except EaglejaxError as error:
             show.print_error(f"{point.label()}: {error}")
             return {**entry, "error": str(error)}
@@ -164,6 +165,7 @@ class _Session:
         from eaglejax.drafts.registry import load_draft, read_draft
         from eaglejax.drafts.tree import chain
         from eaglejax.train import evaluate
+        from eaglejax.train.plan import make_plan
         from eaglejax.train.prepare import prepare_draft
         from eaglejax.train.registry import training_of
         from eaglejax.train.sweep import prompts_digest, read_result, write_result
@@ -183,6 +185,7 @@ class _Session:
         settings = dataclasses.replace(point.settings, out=str(folder))
         run = settings.run
         if found is None:
+            make_plan(settings, self.target, data).check_room(self.target, settings)
             with show.status("setting up the draft"):
                 draft = prepare_draft(settings, self.target, data, remember=self.remember)
             with progress(settings) as notify:

@@ -26,7 +26,7 @@ class Train:
     overrides: tyro.conf.Positional[tuple[str, ...]] = ()
     """Settings that replace those of the file, as `section.key=value`."""
     plan: bool = False
-    """Say what would run, with its memory, disk and length, and stop."""
+    """Say what would run, with its memory, disk and length, and stop; refused where it would not fit."""
     json: bool = False
     """Print one JSON object on stdout at the end, and nothing else there."""
 
@@ -51,6 +51,7 @@ class Train:
         plan = make_plan(settings, target, data)
         console.print(plan.table())
         console.print(preview(data.train[0], target.need_tokenizer(), 1200))
+        plan.check_room(target, settings)
         if self.plan:
             if self.json:
                 show.print_json(plan.to_json())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import sys
 from pathlib import Path
@@ -52,6 +54,32 @@ def cores() -> int:
 def memory_bytes() -> int:
     """Physical memory, bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_bytes() -> int:
+    """Bytes that can still be allocated where jax's default device keeps its arrays."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    return host_free_bytes()
+
+
+def host_free_bytes() -> int:
+    """Bytes of main memory that a process can still take: what the system calls available, within the limit
+    of the process's control group; all of it where the system does not say."""
+    known = [memory_bytes()]
+    info = Path("/proc/meminfo")
+    if info.is_file() and (found := re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())):
+        known.append(int(found[1]) << 10)
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        limit, held = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        # Pages of files that nobody uses are given back before anything is refused.
+        idle = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        known.append(limit - held + (int(idle[1]) if idle else 0))
+    return max(0, min(known))
 
 
 def peak_memory_bytes() -> int:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from eaglejax.checkpoint.demo import DEMO_DRAFTS, demo_draft
-from eaglejax.checkpoint.files import read_json, say_strays, shards_without_index, weight_files
+from eaglejax.checkpoint.files import read_json, say_strays, shards_without_index, weight_files, weight_map
 from eaglejax.checkpoint.hf import STEM, open_weights
 from eaglejax.checkpoint.sources import Spec, resolve
 from eaglejax.checkpoint.torch_bin import TorchBinFile
@@ -114,8 +114,7 @@ def _fetch_pickles(spec: str) -> None:
         fetch(single)
     except (OSError, ValueError) as error:
         try:
-            shards = read_json(fetch(index)).get("weight_map") or {}
-            for name in sorted(set(shards.values())):
+            for name in sorted(set(weight_map(fetch(index)).values())):
                 fetch(name)
         except (OSError, ValueError):
             raise CheckpointError(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eaglejax.drafts.limits import MOST_BRANCHING, MOST_DEPTH, MOST_NODES, MOST_POOL, check_count
 from eaglejax.errors import ConfigError
 
 
@@ -33,11 +34,14 @@ class DynamicTree:
     nodes: int = 60
 
     def __post_init__(self) -> None:
-        for name in ("depth", "branching"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"tree {name} is {getattr(self, name)}; it must be at least 1")
-        if self.nodes < 2:
-            raise ConfigError(f"tree nodes is {self.nodes}; it counts the root, so a draft needs at least 2")
+        check_count("tree depth", self.depth, MOST_DEPTH)
+        check_count("tree branching", self.branching, MOST_BRANCHING)
+        check_count("tree nodes, which counts the root,", self.nodes, MOST_NODES, least=2)
+        if self.pool > MOST_POOL:
+            raise ConfigError(
+                f"a tree of depth {self.depth} and branching {self.branching} scores {self.pool} nodes; at "
+                f"most {MOST_POOL} are scored a round: take fewer levels or branches"
+            )
         if self.nodes - 1 > self.pool:
             raise ConfigError(
                 f"a tree of depth {self.depth} and branching {self.branching} scores {self.pool} nodes; "

@@ -30,8 +30,8 @@ class KnownDraft:
         for key, value in stated_types(raw):
             if value.lower().replace("-", "_") in self.types:
                 return f"{key} {value!r}"
-        for value in raw.get("architectures") or ():
-            if self.architectures and re.search(self.architectures, str(value)):
+        for value in class_names(raw):
+            if self.architectures and re.search(self.architectures, value):
                 return f"architectures {value!r}"
         for key in self.keys:
             inner = raw.get("eagle_config")
@@ -52,6 +52,12 @@ class KnownDraft:
         if pattern and any(re.fullmatch(pattern, path.name) for path in files.path.iterdir()):
             return True
         return self.shown(files.names)
+
+
+def class_names(raw: Mapping[str, Any]) -> list[str]:
+    """The names of classes under ``architectures`` of a config.json."""
+    given = raw.get("architectures")
+    return [name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)]
 
 
 def stated_types(raw: Mapping[str, Any]) -> list[tuple[str, str]]:

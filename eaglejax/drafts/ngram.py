@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax.drafts.base import Draft, Observation, Proposal
-from eaglejax.drafts.static import OnChain, chain_draft, require_positive
+from eaglejax.drafts.limits import MOST_DEPTH, MOST_NGRAM, check_count
+from eaglejax.drafts.static import OnChain, chain_draft
 from eaglejax.errors import ConfigError
 from eaglejax.sampling import RowSampling
 
@@ -93,8 +94,8 @@ class NGram(OnChain[None, jax.Array]):
     """Prompt lookup with a chain of up to ``length`` tokens, see :func:`lookup`.
 
     ``max_ngram`` and ``min_ngram``: the longest and shortest suffix searched for, both included. Raises
-    ConfigError for settings below 1 or ``min_ngram > max_ngram``. State: the row's tokens, [B, capacity]
-    int32.
+    ConfigError for settings beyond ``limits`` or ``min_ngram > max_ngram``. State: the row's tokens, [B,
+    capacity] int32.
     """
 
     length: int = 7
@@ -102,8 +103,9 @@ class NGram(OnChain[None, jax.Array]):
     min_ngram: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("length", "max_ngram", "min_ngram"):
-            require_positive("NGram", name, getattr(self, name))
+        check_count("NGram: length", self.length, MOST_DEPTH)
+        for name in ("max_ngram", "min_ngram"):
+            check_count(f"NGram: {name}", getattr(self, name), MOST_NGRAM)
         if self.min_ngram > self.max_ngram:
             raise ConfigError(
                 f"NGram: min_ngram {self.min_ngram} exceeds max_ngram {self.max_ngram}; "

@@ -19,6 +19,7 @@ import numpy as np
 
 from eaglejax import pytree
 from eaglejax.drafts.base import Draft, Observation, Proposal, Request
+from eaglejax.drafts.limits import MOST_DEPTH, MOST_NGRAM, check_count
 from eaglejax.drafts.ngram import (
     last_tokens,
     lookup,
@@ -27,7 +28,7 @@ from eaglejax.drafts.ngram import (
     take_from,
     with_root,
 )
-from eaglejax.drafts.static import OnChain, chain_draft, require_positive
+from eaglejax.drafts.static import OnChain, chain_draft
 from eaglejax.errors import MismatchError
 from eaglejax.sampling import RowSampling
 
@@ -56,7 +57,8 @@ class PredictionState:
 class Prediction(OnChain[None, PredictionState]):
     """Drafts from the caller's prediction, a chain of up to ``length`` tokens.
 
-    ``memory``: how many tokens of agreement are told apart. Raises ConfigError for settings below 1.
+    ``memory``: how many tokens of agreement are told apart. Raises ConfigError for settings beyond
+    ``limits``.
 
     The order of preference in a round: the place in the prediction with the longest agreement (ties: the
     nearest at or after the followed place, then the nearest before it); without any, the row's own earlier
@@ -68,8 +70,8 @@ class Prediction(OnChain[None, PredictionState]):
     memory: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("length", "memory"):
-            require_positive("Prediction", name, getattr(self, name))
+        check_count("Prediction: length", self.length, MOST_DEPTH)
+        check_count("Prediction: memory", self.memory, MOST_NGRAM)
 
     def inputs(self, requests: Sequence[Request], slots: int) -> Predictions:
         """The predicted token ids of each request as padded arrays.

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from eaglejax.drafts.base import Draft, ParamsT, Proposal, Proposer, StateT
 from eaglejax.drafts.tree import StaticTree, chain
-from eaglejax.errors import ConfigError
 
 
 class OnTree(Proposer[ParamsT, StateT]):
@@ -50,12 +49,6 @@ class OnChain(Proposer[ParamsT, StateT]):
     def chain(self) -> bool:
         """Always: nothing has to move in the cache."""
         return True
-
-
-def require_positive(owner: str, name: str, value: object) -> None:
-    """Refuse a setting that is not an integer of 1 or more (ConfigError)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{owner}: {name} is {value!r}; it must be an integer of 1 or more")
 
 
 def static_draft(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eaglejax.drafts.limits import MOST_BRANCHING, MOST_DEPTH, MOST_NODES, check_count, check_paths
 from eaglejax.errors import ConfigError
 
 
@@ -25,8 +26,10 @@ def ancestors(parent: jax.Array, valid: jax.Array, depth: int) -> jax.Array:
     n = parent.shape[1]
     eye = jnp.eye(n, dtype=bool)
     reach = jnp.broadcast_to(eye, (parent.shape[0], n, n))
-    for _ in range(depth):
-        reach = eye | jnp.take_along_axis(reach, parent[:, :, None], axis=1)
+    # Each step doubles how far up a node sees: what it sees, and what the node at the end of that sees.
+    for _ in range(depth.bit_length()):
+        reach |= jnp.take_along_axis(reach, parent[:, :, None], axis=1)
+        parent = jnp.take_along_axis(parent, parent, axis=1)
     both = valid[:, :, None] & valid[:, None, :]
     return jnp.where(both, reach, eye)
 
@@ -45,11 +48,14 @@ class StaticTree:
     def __post_init__(self) -> None:
         if not self.parent or self.parent[0] != 0:
             raise ConfigError("a tree starts with its root: parent[0] must be 0")
+        check_count("tree nodes, which counts the root,", len(self.parent), MOST_NODES)
         if len(self.rank) != len(self.parent):
             raise ConfigError(f"rank has {len(self.rank)} entries for {len(self.parent)} nodes")
         for i, p in enumerate(self.parent[1:], 1):
             if not 0 <= p < i:
                 raise ConfigError(f"node {i} has parent {p}; a parent must come before its child")
+        check_count("tree depth", self.depth, MOST_DEPTH, least=0)
+        check_count("the largest rank of a child", max(self.rank), MOST_BRANCHING - 1, least=0)
 
     @property
     def nodes(self) -> int:
@@ -82,8 +88,7 @@ class StaticTree:
 
 def chain(length: int) -> StaticTree:
     """A chain of ``length`` drafts behind the root (``length`` 0: the root alone)."""
-    if length < 0:
-        raise ConfigError(f"chain length {length} is negative; give the number of drafted tokens a round")
+    check_count("chain length", length, MOST_DEPTH, least=0)
     return StaticTree(parent=(0, *range(length)), rank=(0,) * (length + 1))
 
 
@@ -93,6 +98,7 @@ def from_choices(choices: Sequence[Sequence[int]]) -> StaticTree:
 
     Raises ConfigError for an empty, repeated or disconnected path or a negative rank.
     """
+    check_paths(choices)
     paths = sorted((tuple(int(r) for r in c) for c in choices), key=lambda c: (len(c), c))
     index: dict[tuple[int, ...], int] = {(): 0}
     parent, rank = [0], [0]

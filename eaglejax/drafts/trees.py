@@ -7,6 +7,7 @@ from typing import Literal
 
 from eaglejax.config import SpeculativeConfig
 from eaglejax.drafts.grow import DynamicTree
+from eaglejax.drafts.limits import MOST_DEPTH, check_count
 from eaglejax.drafts.tree import StaticTree, chain, from_choices
 from eaglejax.errors import ConfigError
 
@@ -77,6 +78,5 @@ def _asked_for(config: SpeculativeConfig) -> DynamicTree | StaticTree | None:
         return tree
     if length is None:
         return None
-    if length < 1:
-        raise ConfigError(f"num_speculative_tokens is {length}; it must be 1 or more")
+    check_count("num_speculative_tokens", length, MOST_DEPTH)
     return chain(length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
-from eaglejax.devices import Adapter
+from eaglejax.devices import Adapter, machine
 from eaglejax.devices.dtypes import dtype_bytes
 from eaglejax.errors import ConfigError
 from eaglejax.kv_format import KVFormat, kv_format
@@ -25,6 +26,8 @@ from eaglejax.pytree import ArrayInfo
 F32 = 4
 _ANY_LENGTH = 2**31 - 1
 """Slots where none are needed: the largest number of tokens there is."""
+ALWAYS_FREE = 1 << 26
+"""Bytes that any machine has; what takes fewer is not looked at closely."""
 _SPLIT = ("kv_heads", "heads")
 """Logical axes of a cache that devices share."""
 
@@ -182,6 +185,30 @@ def _expanded(config: ModelConfig, kv_form: KVFormat, shards: int) -> int:
         packed = [side.shape for side in sides if isinstance(side, PackedKV)]
         widest = max(widest, sum(-(-h * d // (shards if h % shards == 0 else 1)) for _, h, _, d in packed))
     return widest
+
+
+def require_free(what: str, needed: int, remedy: str) -> None:
+    """Refuse (ConfigError) what takes ``needed`` bytes of the default device before they are allocated, where
+    so many are not free. ``what`` takes them; ``remedy``: what takes fewer."""
+    if needed > ALWAYS_FREE and needed > (free := machine.free_bytes()):
+        raise ConfigError(f"{what} takes about {gib(needed)}, and {gib(free)} of memory are free; {remedy}")
+
+
+def gib(count: int) -> str:
+    """Bytes for a person."""
+    return f"{count / machine.GIB:.2f} GiB" if count < 100 * machine.GIB else f"{count / machine.GIB:.0f} GiB"
+
+
+@functools.lru_cache(maxsize=64)
+def row_bytes(
+    config: ModelConfig, kv_form: KVFormat, dtype: str, *, slots: int, nodes: int, prefill: int, scores: bool
+) -> int:
+    """Bytes that decoding a row of ``slots`` takes beside the weights; the other arguments as ``footprint``
+    has them."""
+    counted = footprint(
+        config, 0, weight_dtype=dtype, cache_dtype=kv_form, nodes=nodes, prefill=prefill, scores=scores
+    )
+    return counted.total(1, slots) - counted.weights
 
 
 def footprint_on(adapter: Adapter, config: ModelConfig, **options: Any) -> Footprint:

@@ -17,10 +17,11 @@ import numpy as np
 
 from eaglejax import sampling
 from eaglejax.drafts.base import Proposer, Request
-from eaglejax.errors import EaglejaxError, RequestError
+from eaglejax.errors import EaglejaxError
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import costs, metrics, rounds
+from eaglejax.speculate.admission import check_room
 from eaglejax.speculate.costs import Costs
 from eaglejax.speculate.options import DecodeOptions, cache_form, capacity_for, power_of_two
 from eaglejax.speculate.state import UNREAD
@@ -57,44 +58,6 @@ class Piece:
     row: int
     text: str
     token_ids: tuple[int, ...]
-
-
-def check_request(request: Request, context: int, vocab_size: int) -> None:
-    """Refuse what cannot be decoded. Raises RequestError."""
-    if not request.prompt:
-        raise RequestError("the prompt is empty: it holds no token; give at least one")
-    if len(request.prompt) > context:
-        raise RequestError(
-            f"the prompt has {len(request.prompt)} tokens but the target's context is {context}; shorten it"
-        )
-    limit = request.max_new_tokens
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-        raise RequestError(f"max_new_tokens is {limit!r}; it must be an integer of 0 or more")
-    if limit and len(request.prompt) == context:
-        raise RequestError(
-            f"the prompt fills the target's context of {context} tokens, so that none is left for an answer; "
-            "shorten it"
-        )
-    # A predicted id beyond the vocabulary has no probability that could refuse it.
-    for name, ids in (("prompt", request.prompt), ("prediction", request.prediction or ())):
-        bad = [t for t in ids if not 0 <= t < vocab_size]
-        if bad:
-            raise RequestError(f"{name} token id {bad[0]} is not in the vocabulary [0, {vocab_size})")
-    for token in request.stop_token_ids:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
-            raise RequestError(f"stop_token_ids holds {token!r}, which is no id in [0, {vocab_size})")
-    for text in request.stop:
-        if not isinstance(text, str):
-            raise RequestError(f"stop string {text!r} is {type(text).__name__}; it must be a text")
-        if not text:
-            raise RequestError("a stop string is empty; it would stop every answer before its first token")
-    if not isinstance(request.sampling, Sampling):
-        raise RequestError(f"sampling is {request.sampling!r}; it must be a Sampling")
-    bias = dict(request.sampling.logit_bias or ())
-    if bias and max(bias) >= vocab_size:
-        raise RequestError(f"logit_bias names token {max(bias)}; the vocabulary ends at {vocab_size - 1}")
-    if len(bias) == vocab_size and all(value == float("-inf") for value in bias.values()):
-        raise RequestError("logit_bias bans every token of the vocabulary; leave at least one")
 
 
 class _Row:
@@ -186,9 +149,10 @@ class BatchDecoder:
     """Decodes up to ``batch`` requests together (None: as many as there are).
 
     Iterate over it for Pieces as they settle; afterwards ``results()`` gives a Generation a request.
-    ``draft_params``: the proposer's weights. Every request must have passed ``check_request``. ``program``
-    and ``params`` are what is run; ``device_seconds`` and ``chunks``: time in which the host did nothing but
-    wait for chunks of rounds, and how many there were.
+    ``draft_params``: the proposer's weights. Every request must have passed ``admission.check_request``.
+    ``program`` and ``params`` are what is run; ``device_seconds`` and ``chunks``: time in which the host did
+    nothing but wait for chunks of rounds, and how many there were. Raises ConfigError for a batch that memory
+    has no room for.
     """
 
     def __init__(
@@ -233,6 +197,17 @@ class BatchDecoder:
         self._costs: Costs | None = None
         self._capacity = capacity_for(
             (longest, self._width), (reach, proposer.nodes), (reach, max(proposer.depth + 1, unread))
+        )
+        check_room(
+            target,
+            proposer,
+            draft_params,
+            batch=self._batch,
+            slots=self._capacity,
+            prefill=self._width,
+            cache=self._cache_dtype,
+            attention=options.attention,
+            inputs=self._inputs,
         )
         self._budgets = budgets + [0] * (self._batch - len(budgets))
         self._finished = False

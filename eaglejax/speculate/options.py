@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, TypedDict
 
 from eaglejax.devices import Attention
+from eaglejax.drafts.limits import MOST_NODES, check_count
 from eaglejax.errors import ConfigError
 from eaglejax.kv_format import KVFormat, kv_format
 from eaglejax.models.target import Target
@@ -16,6 +17,10 @@ from eaglejax.speculate.widths import Widest, WidthPolicy
 
 ROUNDS_A_CHUNK = 16
 LARGEST_PREFILL = 512
+MOST_ROUNDS, MOST_PREFILL, MOST_WIDTHS = 4096, 1 << 16, 16
+"""Limits of options: rounds whose records are kept at a time, prompt tokens a forward, and widths, each of
+which is compiled."""
+
 SPECULATIONS = ("fixed", "adaptive")
 ADAPTIVE_WIDTHS = (1, 4, 8, 16)
 """Widths that adaptive speculation chooses from, besides the whole draft."""
@@ -56,12 +61,14 @@ class DecodeOptions:
             raise ConfigError(f"speculation is {self.speculation!r}; it is 'fixed' or 'adaptive'")
         if self.speculation == "adaptive" and self.policy != Widest():
             raise ConfigError("adaptive speculation has a policy of its own; give a policy with 'fixed'")
-        for name in ("rounds_a_chunk", "prefill_width"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; it must be an integer of 1 or more")
-        if any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in self.widths):
-            raise ConfigError(f"widths are {self.widths!r}; they count nodes, the root among them: 1 or more")
+        check_count("rounds_a_chunk", self.rounds_a_chunk, MOST_ROUNDS)
+        check_count("prefill_width", self.prefill_width, MOST_PREFILL)
+        if not isinstance(self.widths, tuple) or len(self.widths) > MOST_WIDTHS:
+            raise ConfigError(f"widths are {self.widths!r:.80}; give a tuple of at most {MOST_WIDTHS}")
+        if not all(type(w) is int and 1 <= w <= MOST_NODES for w in self.widths):
+            raise ConfigError(
+                f"widths are {self.widths!r:.80}; they count nodes, the root among them: 1 to {MOST_NODES}"
+            )
         if self.cache_dtype is not None:
             object.__setattr__(self, "cache_dtype", kv_format(self.cache_dtype))
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.base import Bound, Proposer
 from eaglejax.models.target import Target
-from eaglejax.speculate.generate import BatchDecoder, Generation, Request, check_request
+from eaglejax.speculate.admission import check_request
+from eaglejax.speculate.generate import BatchDecoder, Generation, Request
 
 
 def decode_requests(

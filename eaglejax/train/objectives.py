@@ -16,6 +16,9 @@ from eaglejax.nn.linear import linear
 from eaglejax.train.batch import Alignment
 from eaglejax.train.losses import Loss
 
+MOST_STEPS = 64
+"""Chain steps that are unrolled."""
+
 Algorithm = Literal["eagle3", "eagle1", "hass"]
 
 
@@ -63,8 +66,10 @@ class Objective:
                 raise ConfigError(
                     f"objective.{name} {getattr(self, name)!r} is not known; use one of {', '.join(known)}"
                 )
-        if self.steps < 1:
-            raise ConfigError(f"objective.steps is {self.steps}; at least one step is trained")
+        if not 1 <= self.steps <= MOST_STEPS:
+            raise ConfigError(
+                f"objective.steps is {self.steps}; at least one step and at most {MOST_STEPS} are trained"
+            )
         if self.algorithm == "eagle1" and self.steps != 1:
             raise ConfigError(
                 f"EAGLE-1 trains one step, not {self.steps}; its form with more steps is algorithm = 'hass'"

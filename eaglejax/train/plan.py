@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import rich.table
 
+from eaglejax.checkpoint.files import require_disk
+from eaglejax.models.memory import require_free
 from eaglejax.models.target import Target
 from eaglejax.train.packing import pack
 from eaglejax.train.prepare import Data, check_run, planned_config
@@ -53,6 +56,16 @@ class Plan:
         ):
             table.add_row(name, value)
         return table
+
+    def check_room(self, target: Target, settings: TrainSettings) -> None:
+        """Raise ConfigError or CheckpointError for a run that needs more memory or disk than there is."""
+        require_free(
+            "the run, its target apart,",
+            self.device_bytes - target.nbytes,
+            "take fewer or shorter rows (run.rows, data.row_tokens), a smaller run.accumulate or "
+            "objective.steps, run.remat = true, or a smaller draft",
+        )
+        require_disk(Path(settings.out), self.disk_bytes, "all checkpoints of the run together")
 
     def to_json(self) -> dict[str, Any]:
         """For a program."""

@@ -29,7 +29,8 @@ from eaglejax.errors import ConfigError, RequestError
 from eaglejax.jsonl import parse_object, read_lines
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
-from eaglejax.speculate.generate import Request, check_request
+from eaglejax.speculate.admission import check_request
+from eaglejax.speculate.generate import Request
 from eaglejax.train.decode import decode_requests
 from eaglejax.train.features import fingerprint
 from eaglejax.train.samples import answered, prompt_digest

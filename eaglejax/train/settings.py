@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import tomllib
 import types
 import typing
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
+from eaglejax.drafts.limits import MOST_DEPTH
 from eaglejax.errors import ConfigError
 from eaglejax.train.objectives import Objective
 
@@ -161,6 +163,7 @@ class TrainSettings:
         if not self.data.train:
             raise ConfigError("data.train names no file")
         self._check_ranges()
+        self._check_limits()
         self._check_effects()
         if self.data.overlap < self.objective.steps + 1:
             raise ConfigError(
@@ -207,6 +210,15 @@ class TrainSettings:
             if getattr(self.optimizer, name) >= 1:
                 raise ConfigError(f"optimizer.{name} is {getattr(self.optimizer, name)}; it must be below 1")
 
+    def _check_limits(self) -> None:
+        for section, most in _MOST.items():
+            for name, bound in most.items():
+                value = getattr(getattr(self, section), name)
+                if value is not None and value > bound:
+                    raise ConfigError(f"{section}.{name} is {value!r:.80}; it must be at most {bound}")
+        if len(self.draft.aux) > MOST_LAYERS:
+            raise ConfigError(f"draft.aux has {len(self.draft.aux)} ids; at most {MOST_LAYERS} are read")
+
     def _check_effects(self) -> None:
         """Refuse settings that would change nothing."""
         paths = [source.path for source in self.data.train]
@@ -244,6 +256,21 @@ _LEAST: dict[str, dict[str, int]] = {
 """Section -> setting -> the least value that it can have."""
 
 
+_SIZE = 1 << 20
+MOST_LAYERS = 256
+_MOST: dict[str, dict[str, int]] = {
+    "data": {"total": 2**31 - 1, "row_tokens": _SIZE, "overlap": _SIZE},
+    "draft": {"fit_tokens": 2**31 - 1, "experts": 1 << 14, "num_layers": MOST_LAYERS}
+    | dict.fromkeys(("vocab", "intermediate_size", "expert_size", "head_dim"), _SIZE)
+    | dict.fromkeys(("experts_per_token", "num_heads", "num_kv_heads"), 1 << 14),
+    "run": dict.fromkeys(("updates", "save_every", "evaluate_every", "log_every", "keep"), 2**31 - 1)
+    | dict.fromkeys(("rows", "accumulate", "most_skipped", "decode_prompts", "decode_tokens"), _SIZE)
+    | {"decode_depth": MOST_DEPTH},
+}
+"""Section -> setting -> the largest value that it can have: sizes that no model and no machine have, or more
+steps than a program can hold."""
+
+
 def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:
     """Settings from a TOML file with ``a.b=value`` overrides (values as in TOML; bare words are texts).
 
@@ -260,7 +287,8 @@ def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        # Beside its own errors the parser lets through those of numbers of too many digits, and of nesting.
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for text in overrides:
         override(table, text)
@@ -279,7 +307,7 @@ def override(table: dict[str, Any], text: str) -> None:
             raise ConfigError(f"override {text!r}: {section} is not a section")
     try:
         table[last] = tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         table[last] = value.strip()
 
 
@@ -316,7 +344,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where} is a section, not {value!r}")
         return parse(typing.cast(type, hint), value, f"{where}.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        # An integer of hundreds of digits is no float.
+        value = float(value) if abs(value) <= sys.float_info.max else math.inf
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{where} is {value!r}; it must be a finite number")
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,18 @@ ODD_VALUES: tuple[Any, ...] = (
 ODD_KEYS = (
     *("rope_scaling", "sliding_window", "query_pre_attn_scalar", "attention_bias", "layer_types", "head_dim"),
     *("final_logit_softcapping", "num_experts", "norm_topk_prob", "quantization_config", "eaglejax"),
-    *("text_config", "eos_token_id", "is_rot_used", "optional", "group_size", "extra", ""),
+    *("text_config", "eos_token_id", "is_rot_used", "optional", "group_size", "extra", "", "architectures"),
+    *("target_hidden_size", "draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"),
+    *(
+        "norm_before_residual",
+        "norm_output",
+        "fc_norm",
+        "bias",
+        "rope_parameters",
+        "rope_theta",
+        "model_type",
+    ),
+    *("speculators_config", "transformer_layer_config", "num_hidden_layers", "max_position_embeddings"),
 )
 
 
@@ -143,38 +153,33 @@ def damage_header(rng: random.Random, path: Path) -> None:
         case _:
             header = change_json(rng, header)
     text = json.dumps(header).encode("utf-8", "surrogatepass")
+    if rng.random() < 0.08:
+        # As text: a name twice, a number spelt otherwise, another beginning.
+        old, new = rng.choice(
+            (
+                (json.dumps(one).encode(), json.dumps(two).encode()),
+                (b"[0,", b"[0.0,"),
+                (b"[0,", b"[-0,"),
+                (b'"shape"', b'"shape": [1], "shape"'),
+                (b"{", b" {"),
+                (b"}}", b"}} "),
+                (b"}}", b"},}"),
+            )
+        )
+        text = text.replace(old, new, 1)
     claimed = len(text) if rng.random() < 0.95 else rng.choice((0, 2**20, 2**63, len(text) - 1))
     path.write_bytes(claimed.to_bytes(8, "little") + text + rest)
 
 
-def damage_archive(rng: random.Random, path: Path) -> None:
-    """A zip archive whose members hold other bytes, or whose bytes are damaged."""
-    if rng.random() < 0.4:
+def damage_lines(rng: random.Random, path: Path) -> None:
+    """A file of JSON Lines in which one line is another value, or whose bytes are damaged."""
+    if rng.random() < 0.15:
         damage_bytes(rng, path)
         return
-    with zipfile.ZipFile(path) as old:
-        members = {name: old.read(name) for name in old.namelist()}
-    chosen = rng.choice([n for n in members if n.endswith("data.pkl")] * 4 + list(members))
-    part = path.with_name("part")
-    part.write_bytes(members[chosen])
-    damage_bytes(rng, part)
-    members[chosen] = part.read_bytes()
-    part.unlink()
-    if rng.random() < 0.2:
-        members.pop(rng.choice(list(members)))
-    with zipfile.ZipFile(path, "w") as new:
-        for name, data in members.items():
-            new.writestr(name, data)
-
-
-def damage_gguf(rng: random.Random, path: Path) -> None:
-    """A GGUF file with bytes changed in its header, where a change means something."""
-    data = bytearray(path.read_bytes())
-    end = data.rfind(b"weight") + 40
-    for _ in range(rng.choice((1, 1, 2))):
-        at = rng.randrange(end) if rng.random() < 0.5 else max(0, end - rng.randrange(1500))
-        data[at] = rng.choice((0, 1, 2, 0xFF, data[at] ^ 1 << rng.randrange(8)))
-    path.write_bytes(data)
+    lines = path.read_bytes().splitlines()
+    at = rng.randrange(len(lines))
+    lines[at] = json.dumps(change_json(rng, json.loads(lines[at]))).encode()
+    path.write_bytes(b"\n".join(lines) + b"\n")
 
 
 def any_of(*pairs: tuple[str, Mutator]) -> Mutator:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf_export
@@ -25,6 +27,40 @@ def test_two_that_convert_one_file_at_once_both_load(tmp_path):
         loaded = list(pool.map(lambda _: load_gguf(path, jnp.float32)[1], range(4)))
     for params in loaded:
         assert_trees(params, want, np.testing.assert_array_equal)
+
+
+READER = """
+import sys
+import jax.numpy as jnp
+import numpy as np
+from pathlib import Path
+from eaglejax.checkpoint.gguf.load import load_gguf
+print("ready", flush=True)
+sys.stdin.readline()
+_, params, tokenizer = load_gguf(Path(sys.argv[1]), jnp.float32)
+print(np.asarray(params["embed"]).tobytes().hex()[:64], tokenizer.vocab_size)
+"""
+
+
+def test_two_processes_that_convert_one_file_at_once_both_load(tmp_path):
+    path = tmp_path / "m.gguf"
+    *_, want = gguf_export.write(path, "qwen2")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    children = [
+        subprocess.Popen([sys.executable, "-c", READER, str(path)], text=True, **pipes) for _ in range(3)
+    ]
+    for child in children:
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    told = [child.communicate(timeout=120) for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0], told
+    lines = {out for out, _ in told}
+    assert len(lines) == 1
+    assert lines.pop().startswith(np.asarray(want["embed"]).tobytes().hex()[:64])
+    (folder,) = (cache_dir() / "converted").iterdir()
+    assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
 
 
 class TestConvertedCopy:

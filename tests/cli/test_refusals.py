@@ -10,6 +10,7 @@ from eaglejax.cli.main import main
 NGRAM = '{"method": "ngram"}'
 GENERATE = ["generate", "--target", "no/model", "--prompt", "x"]
 FILE = ["generate", "--target", "no/model", "--prompts", "ROWS"]
+LONG_CHAIN = '{"method": "draft_model", "num_speculative_tokens": 2000}'
 BENCH = ["bench", "--target", "no/model", "--prompts", "ROWS"]
 
 REFUSED = [
@@ -30,6 +31,26 @@ REFUSED = [
     ([*GENERATE, "--chat-template-kwargs", "[1]"], "chat_template_kwargs is an object"),
     ([*GENERATE, "--chat-template-kwargs", '{"messages": []}'], "which is no variable"),
     ([*GENERATE, "--system", "S"], "a system message beside a plain prompt means nothing"),
+    (
+        [*GENERATE, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 600}'],
+        "num_speculative_tokens is 600; it must be an integer from 1 to 128",
+    ),
+    (
+        [*GENERATE, "--speculative-config", '{"method": "ngram", "prompt_lookup_max": 600}'],
+        "prompt_lookup_max is 600; it must be an integer from 1 to 64",
+    ),
+    (
+        [*GENERATE, "--draft", "D", "--speculative-config", '{"method": "eagle", "tree_nodes": 99999}'],
+        "tree nodes, which counts the root, is 99999",
+    ),
+    (
+        [*GENERATE, "--draft", "D", "--speculative-config", '{"method": "eagle3", "tree_depth": 2147483648}'],
+        "tree depth is 2147483648; it must be an integer from 1 to 128",
+    ),
+    (
+        [*GENERATE, "--draft", "D", "--speculative-config", LONG_CHAIN],
+        "num_speculative_tokens is 2000; it must be",
+    ),
     ([*GENERATE, "--method", "ngram", "--draft", "D"], "'ngram' uses no draft, but 'D'"),
     ([*GENERATE, "--method", "ar", "--speculative-config", NGRAM], "--method says 'ar'"),
     (

@@ -3,9 +3,11 @@
 import dataclasses
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
@@ -206,3 +208,142 @@ def test_a_reader_that_has_enough_and_ctrl_c_in_a_process_of_its_own():
         child.send_signal(signal.SIGINT)
         assert child.stderr.read() == b"error: interrupted\n"
     assert child.returncode == 130
+
+
+STARTED = """
+import signal, sys
+import eaglejax.cli.main as console
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[1:] = {words!r}
+print("started", file=sys.stderr, flush=True)
+{before}
+sys.exit(console.main())
+"""
+SLOW_IMPORTS = """
+import importlib.abc, time
+class Slow(importlib.abc.MetaPathFinder):
+    # Each of these is long in the making, and catches what it can.
+    def find_spec(self, name, path, target=None):
+        if name in ("jax.numpy", "rich.progress"):
+            print("importing", file=sys.stderr, flush=True)
+            try:
+                time.sleep(0.5)
+            except BaseException:
+                raise ImportError("half a module")
+sys.meta_path.insert(0, Slow())
+"""
+DEAF = """
+import threading
+import eaglejax.cli.interrupts as interrupts
+interrupts.PATIENCE = 0.2
+lock = threading.Lock()
+def compile_(*_, **__):
+    print("compiling", file=sys.stderr, flush=True)
+    # As a compiler does: nothing of Python runs in this thread before it is done.
+    import ctypes
+    ctypes.CDLL(None).sleep(60)
+console._command = compile_
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "word", "wait"),
+    [
+        ("", b"started", 0.02),
+        ("", b"started", 0.4),
+        (SLOW_IMPORTS, b"importing", 0.1),
+        ("", b"memory: ", 0.1),
+        ("", b"memory: ", 1.0),
+        (DEAF, b"compiling", 0.1),
+    ],
+    ids=["at once", "imports", "in an import", "compilation", "later", "deaf compiler"],
+)
+def test_ctrl_c_in_imports_and_in_compilation(model, before, word, wait):
+    words = [
+        "generate",
+        "--target",
+        str(model),
+        "--prompt",
+        "a b c",
+        "--max-new-tokens",
+        "3",
+        "--dtype",
+        "float32",
+    ]
+    code = STARTED.format(words=words, before=before)
+    environ = os.environ | {"EAGLEJAX_NO_COMPILE_CACHE": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    child = subprocess.Popen([sys.executable, "-c", code], env=environ, stderr=subprocess.PIPE, text=False)
+    with child:
+        while not (line := child.stderr.readline()).startswith(word):
+            assert line, "it ended before"
+        time.sleep(wait)
+        child.send_signal(signal.SIGINT)
+        rest = child.stderr.read().decode()
+    assert (child.returncode, rest.splitlines()[-1]) == (130, "error: interrupted"), rest
+    assert "Traceback" not in rest
+    assert "Exception" not in rest
+
+
+def test_a_full_disk_leaves_what_was_there(model, tmp_path, monkeypatch, run):
+    out = tmp_path / "made"
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
+
+    monkeypatch.setattr("eaglejax.checkpoint.quantized.write.write_safetensors", full)
+    status, _, err = run("quantize", "--target", model, "--save-path", out, "--quant-type", "w8a8")
+    assert (status, err.splitlines()[-1]) == (2, f"error: No space left on device: {out}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(model, tmp_path, run):
+    if os.geteuid() == 0:
+        (tmp_path / "closed").write_text("no folder")
+    else:
+        (tmp_path / "closed").mkdir(mode=0o500)
+    out = tmp_path / "closed" / "made"
+    status, _, err = run("quantize", "--target", model, "--save-path", out, "--quant-type", "w8a8")
+    assert status == 2
+    assert err.splitlines()[-1].startswith("error: ")
+    assert "closed" in err.splitlines()[-1]
+
+
+class TestRoom:
+    """What takes more memory or disk than there is is refused before it is allocated."""
+
+    @pytest.fixture(autouse=True)
+    def little(self, monkeypatch):
+        monkeypatch.setattr("eaglejax.models.memory.ALWAYS_FREE", 0)
+        monkeypatch.setattr("eaglejax.devices.machine.free_bytes", lambda: 1000)
+
+    @pytest.mark.parametrize("words", [["generate", "--prompt", "x"], ["bench", "--prompts"], ["quantize"]])
+    def test_weights(self, words, model, tmp_path, run, rows_file):
+        words = {
+            "bench": [*words, rows_file({"prompt": "x"})],
+            "quantize": [*words, "--save-path", tmp_path / "out", "--quant-type", "w8a8"],
+        }.get(words[0], words)
+        status, out, err = run(*words, "--target", model)
+        assert (status, out) == (2, "")
+        assert f"the model in {model} takes about 0.00 GiB, and 0.00 GiB of memory are free; take a" in err
+
+
+def test_a_batch_that_memory_has_no_room_for(model, monkeypatch):
+    target = ej.load_target(model)
+    huge = dataclasses.replace(target, config=dataclasses.replace(target.config, max_position=1 << 30))
+    huge = dataclasses.replace(huge, context=1 << 30)
+    with pytest.raises(ej.EaglejaxError, match=r"decoding 1 row of .* GiB of memory are free; take"):
+        ej.generate(huge, "x", max_new_tokens=1 << 29)
+    monkeypatch.setattr("eaglejax.models.memory.ALWAYS_FREE", 0)
+    monkeypatch.setattr("eaglejax.devices.machine.free_bytes", lambda: 1000)
+    with pytest.raises(ej.EaglejaxError, match="decoding 2 rows of 32 tokens, weights apart, takes about"):
+        ej.generate(target, ["x", "y"], max_new_tokens=4, proposer=ej.NGram(length=3))
+
+
+def test_a_disk_that_has_no_room(model, run, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    out = tmp_path / "out"
+    status, _, err = run("quantize", "--target", model, "--save-path", out, "--quant-type", "w8a8")
+    assert status == 2
+    assert f"takes about 0.00 GiB, and 0.00 GiB are free where {out} is to be" in err
+    assert not out.exists()

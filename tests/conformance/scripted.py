@@ -19,7 +19,8 @@ import numpy as np
 
 from eaglejax import pytree, sampling
 from eaglejax.drafts.base import Draft, Observation, Proposal, Request
-from eaglejax.drafts.static import OnTree, require_positive, static_draft
+from eaglejax.drafts.limits import check_count
+from eaglejax.drafts.static import OnTree, static_draft
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.sampling import RowSampling, Sampling
@@ -61,7 +62,7 @@ class Scripted(OnTree[None, Script]):
     vocab_size: int
 
     def __post_init__(self) -> None:
-        require_positive("Scripted", "vocab_size", self.vocab_size)
+        check_count("Scripted: vocab_size", self.vocab_size, 2**31 - 1)
         if self.vocab_size <= max(self.tree.rank) + 1:
             raise ConfigError(
                 f"Scripted: a vocabulary of {self.vocab_size} has too few wrong tokens for "

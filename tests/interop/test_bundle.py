@@ -3,10 +3,13 @@
 import hashlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -16,13 +19,16 @@ from parity_tools import PROMPTS, ROUNDS, TOKENS, recorded
 
 import eaglejax as ej
 from eaglejax.drafts.grow import DynamicTree
-from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.errors import CheckpointError, ConfigError, EaglejaxError
 from eaglejax.interop.backends.torch_cpu import TorchCPU
 from eaglejax.interop.convert.export import export_draft, export_target
 from eaglejax.interop.parity.blob import Blob, write_blob
 from eaglejax.interop.parity.bundle import Bundle, StageWriter, write_manifest
 from eaglejax.interop.parity.compare import Recorded
 from eaglejax.interop.parity.replay import open_bundle, replay
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+from file_mutators import change_json
 
 WITHOUT_JAX = """
 import runpy, sys
@@ -204,10 +210,47 @@ def test_a_zip_is_the_folder(bundle, tmp_path):
         assert [p.name for p in opened.prompts] == ["p0", "p1"]
     path.write_bytes(path.read_bytes()[:-100])
     with (
-        pytest.raises(CheckpointError, match=r"bundle\.zip is no \.zip, or a truncated one"),
+        pytest.raises(CheckpointError, match=r"bundle\.zip is no \.zip, or a damaged one"),
         open_bundle(path),
     ):
         pass
+
+
+def test_an_encrypted_or_swollen_zip(bundle, tmp_path, monkeypatch):
+    path = tmp_path / "bundle.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(bundle / "manifest.json", "manifest.json")
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10))
+    with pytest.raises(CheckpointError, match="and 10 are free"), open_bundle(path):
+        pass
+    monkeypatch.undo()
+    data = bytearray(path.read_bytes())
+    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.find(mark) + place] |= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"or a damaged one: .*encrypted"), open_bundle(path):
+        pass
+
+
+def test_a_manifest_that_tells_no_truth(bundle):
+    """Whoever wrote it hashed it, too: every entry of another type, or none, is refused in a line."""
+    whole = json.loads((bundle / "manifest.json").read_text())
+    rng = random.Random(0)
+    refused = []
+    for _ in range(80):
+        changed = json.dumps(change_json(rng, whole)).encode()
+        (bundle / "manifest.json").write_bytes(changed)
+        (bundle / "manifest.sha256").write_text(hashlib.sha256(changed).hexdigest())
+        try:
+            opened = Bundle(bundle)
+            opened.models()
+            _ = opened.dtype, opened.eos_ids
+            for number in range(len(opened.prompts)):
+                list(opened.stages(number))
+        except EaglejaxError as error:
+            refused.append(str(error))
+    assert len(refused) > 20
+    assert all(text.isprintable() and len(text) <= 500 for text in refused)
 
 
 def test_weights_come_back_bit_for_bit(recording):

@@ -27,7 +27,8 @@ from eaglejax.errors import ConfigError, RequestError
 from eaglejax.nn import kv
 from eaglejax.sampling import Sampling
 from eaglejax.speculate import generate, rounds
-from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request, check_request
+from eaglejax.speculate.admission import check_request
+from eaglejax.speculate.generate import BatchDecoder, DecodeOptions, Request
 from eaglejax.speculate.options import capacity_for
 
 BAN = float("-inf")

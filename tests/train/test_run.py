@@ -300,3 +300,13 @@ def test_prompts_that_are_decoded_are_held_out_whole_and_can_be_asked(prepared, 
         Trainer(settings, target, data, draft)
     with pytest.raises(ConfigError, match="no prompt is held out"):
         make_plan(settings, target, data)
+
+
+def test_a_plan_that_memory_or_disk_has_no_room_for(prepared, target):
+    settings, data, _ = prepared
+    plan = make_plan(settings, target, data)
+    plan.check_room(target, settings)
+    with pytest.raises(ConfigError, match=r"the run, its target apart, takes about 931 GiB.*run\.rows"):
+        dataclasses.replace(plan, device_bytes=10**12).check_room(target, settings)
+    with pytest.raises(EaglejaxError, match=r"checkpoints of the run together takes about 93132\d+\.\d+ GiB"):
+        dataclasses.replace(plan, disk_bytes=10**17).check_room(target, settings)

@@ -115,6 +115,13 @@ def test_a_file_is_read_with_overrides_and_written_back_equal(tmp_path):
         ("objective={loss='lk_lambda', kl_decay=-1.0}", r"objective\.kl_decay is -1\.0; it must not be"),
         ("objective={algorithm='hass', top_weight=-1.0}", r"objective\.top_weight is -1\.0"),
         ("objective={algorithm='eagle1', steps=1, feature_weight=0, token_weight=0}", "nothing is trained"),
+        ("objective.steps=2147483648", r"objective\.steps is 2147483648; at least one step and at most 64"),
+        ("data.row_tokens=4294967296", r"data\.row_tokens is 4294967296; it must be at most 1048576"),
+        ("draft.num_layers=1000000", r"draft\.num_layers is 1000000; it must be at most 256"),
+        ("run.decode_depth=600", r"run\.decode_depth is 600; it must be at most 128"),
+        ("run.rows=9223372036854775807", r"run\.rows is 9223372036854775807"),
+        ("optimizer.learning_rate=1" + "0" * 400, r"optimizer\.learning_rate is inf; it must be a finite"),
+        ("run.updates=1" + "0" * 5000, r"run\.updates is '10000.*; it must be of type int"),
         ("nonsense", "section.key=value"),
     ],
 )
@@ -128,6 +135,9 @@ def test_overrides_of_what_is_no_section_and_broken_files_are_refused(tmp_path):
         override({"target": "demo"}, "target.x=1")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_settings(written(tmp_path, "a = [1,"))
+    for text in ("a = 1" + "0" * 5000, "a = " + "[" * 100_000):
+        with pytest.raises(ConfigError, match="not valid TOML"):
+            load_settings(written(tmp_path, text))
     with pytest.raises(ConfigError, match="cannot be read"):
         load_settings(tmp_path / "none.toml")
     assert parse(TrainSettings, {}) == TrainSettings()

@@ -210,7 +210,7 @@ def _map_params(weights: Path, table: Any, mesh: Mesh | None) -> Any:
     paths = leaf_paths(table)
     if set(file.names()) != set(paths):
         raise CheckpointError(f"{weights} does not hold this model; delete it, and it will be made again")
-    leaves, place = {}, placement(table, mesh)
+    leaves, place = {}, placement(table, mesh, str(weights), mapped=True)
     for path, info in paths.items():
         if file.shape(path) != info.shape or file.dtype(path) != np.dtype(info.dtype):
             raise CheckpointError(

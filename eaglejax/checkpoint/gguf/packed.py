@@ -35,6 +35,7 @@ from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
 from eaglejax.models.families import from_hf
+from eaglejax.models.memory import require_free
 from eaglejax.pytree import unflatten
 from eaglejax.quant.blocks import BlockArray
 from eaglejax.quant.calibrate import weight_paths
@@ -71,6 +72,11 @@ def load_packed(
     table = param_table(config, np.dtype(dtype))
     rules = rules_for(file.metadata["general.architecture"], config)
     assignments = plan(table, rules, file, where=str(path), ignorable=IGNORABLE)
+    require_free(
+        f"the model in {path}",
+        sum(file.tensors[name].nbytes for assignment in assignments for name in assignment.names),
+        "take a scheme of fewer bits",
+    )
     maker = _Maker(file, config, quant, weight_paths(config, table))
     kept = {a.leaf: form for a in assignments if quant.keep and (form := maker.form(a)) is not None}
     blocks = _blocks(file, folder, [a for a in assignments if a.leaf in kept]) if kept else None

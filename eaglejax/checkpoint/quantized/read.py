@@ -38,6 +38,7 @@ from eaglejax.kv_format import KVFormat
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
 from eaglejax.models.families import from_hf
+from eaglejax.models.memory import require_free
 from eaglejax.nn.cache import CacheScales
 from eaglejax.pytree import leaf_paths, unflatten
 from eaglejax.rotation.basis import UNKNOWN_ROTATION, Basis
@@ -72,6 +73,8 @@ def load_quantized(folder: Path, dtype: Any, *, context: int | None = None) -> Q
     form = quantized_form(folder)
     raw = read_json(folder / "config.json")
     config = from_hf(raw, context=context)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    require_free(f"the model in {folder}", size, "take one of fewer bits, or a smaller one")
     if form == "eaglejax":
         return _own(folder, raw, config, dtype)
     where = str(folder)

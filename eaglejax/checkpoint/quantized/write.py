@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from eaglejax.checkpoint.basis_file import write_basis
-from eaglejax.checkpoint.files import read_json
+from eaglejax.checkpoint.files import read_json, require_disk
 from eaglejax.checkpoint.gguf.metadata import config_from_metadata
 from eaglejax.checkpoint.gguf.reader import GGUFFile
 from eaglejax.checkpoint.hf import DESCRIPTION, MARKER, STEM, QuantizedForm, index_name
@@ -73,6 +73,7 @@ def write_quantized(
     check_form(target, form)
     raw = _stripped(source_config(target) if config is None else config)
     check_output(out, overwrite=overwrite)
+    require_disk(out, target.nbytes, f"the quantised {target.name}")
     with _fresh_folder(out) as folder:
         _write_tokenizer(target, folder)
         if target.rotation is not None:

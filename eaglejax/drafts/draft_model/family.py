@@ -13,6 +13,7 @@ from eaglejax.drafts.draft_model.load import DraftModelFile, load_draft_model
 from eaglejax.drafts.draft_model.proposer import DraftModel
 from eaglejax.drafts.family import DraftFamily, DraftMethod
 from eaglejax.drafts.files import DraftFiles
+from eaglejax.drafts.limits import MOST_DEPTH, check_count
 from eaglejax.errors import ConfigError
 from eaglejax.kv_format import uncalibrated_format
 from eaglejax.models.target import Target
@@ -24,6 +25,8 @@ def _options(config: SpeculativeConfig) -> dict[str, Any]:
 
 
 def _check(config: SpeculativeConfig) -> None:
+    if config.num_speculative_tokens is not None:
+        check_count("num_speculative_tokens", config.num_speculative_tokens, MOST_DEPTH)
     if config.kv_cache_dtype is not None:
         uncalibrated_format(config.kv_cache_dtype)
 

@@ -30,7 +30,7 @@ def load_draft_model(
     ``spec``: as for ``load_target``. ``length``: drafts a round. ``dtype``: of its weights (None: the
     target's). ``cache_dtype``: format of its keys and values (None: ``dtype``). Raises MismatchError where
     the two tokenizers are not the same, RequestError where one has none, CheckpointError for files that
-    cannot be read and ConfigError for a length below 1 and a format that is not known.
+    cannot be read and ConfigError for a length beyond ``limits`` and a format that is not known.
     """
     draft = load_target(spec, dtype=target.dtype if dtype is None else dtype)
     if draft.need_tokenizer().hash != target.need_tokenizer().hash:

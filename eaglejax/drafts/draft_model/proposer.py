@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from eaglejax import pytree, sampling
 from eaglejax.drafts.base import Draft, Observation, Proposal
-from eaglejax.drafts.static import OnChain, chain_draft, require_positive
+from eaglejax.drafts.limits import MOST_DEPTH, check_count
+from eaglejax.drafts.static import OnChain, chain_draft
 from eaglejax.kv_format import KVFormat, uncalibrated_format
 from eaglejax.models import decoder
 from eaglejax.models.config import ModelConfig
@@ -41,7 +42,7 @@ class DraftModel(OnChain[decoder.Params, DraftModelState]):
     distribution after the row's own transform and hand that distribution on as q; greedy rows take its
     argmax. A position where the draft's logits are not finite ends its chain. ``cache_dtype``: format of the
     draft's keys and values, by name (see ``KVFormat``; None: the dtype of its weights). Raises ConfigError
-    for a length below 1.
+    for a length beyond ``limits``.
     """
 
     config: ModelConfig
@@ -50,9 +51,9 @@ class DraftModel(OnChain[decoder.Params, DraftModelState]):
     cache_dtype: str | KVFormat | None = None
 
     def __post_init__(self) -> None:
-        require_positive("DraftModel", "length", self.length)
+        check_count("DraftModel: length", self.length, MOST_DEPTH)
         if self.vocab_size is not None:
-            require_positive("DraftModel", "vocab_size", self.vocab_size)
+            check_count("DraftModel: vocab_size", self.vocab_size, 2**31 - 1)
         if self.cache_dtype is not None:
             uncalibrated_format(self.cache_dtype)
 

@@ -24,7 +24,7 @@ from eaglejax.drafts.eagle.model import EagleParams
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.family import DraftFamily, DraftMethod
 from eaglejax.drafts.files import DraftFiles
-from eaglejax.drafts.known import stated_types
+from eaglejax.drafts.known import class_names, stated_types
 from eaglejax.errors import ConfigError
 from eaglejax.kv_format import uncalibrated_format
 from eaglejax.models.config import ModelConfig
@@ -84,8 +84,8 @@ class EagleFamily(DraftFamily):
         for key, value in stated_types(raw):
             if re.fullmatch(r"(?i)eagle[-_]?[123]?|hass", value):
                 return f"{key} {value!r}"
-        for value in raw.get("architectures") or ():
-            if re.search(r"(?i)eagle", str(value)):
+        for value in class_names(raw):
+            if re.search(r"(?i)eagle", value):
                 return f"architectures {value!r}"
         block = raw.get(KEY)
         return KEY if isinstance(block, Mapping) and "head" in block else None

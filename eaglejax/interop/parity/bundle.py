@@ -13,6 +13,7 @@ tokens and the largest logits.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.errors import CheckpointError, ConfigError, EaglejaxError
 from eaglejax.interop.models.runner import TorchDraft, TorchTarget
 from eaglejax.interop.parity.blob import Blob, BlobWriter, check_file, sha256
 from eaglejax.interop.parity.compare import Committed, Recorded, Stage, is_coarse
@@ -129,6 +130,10 @@ class Bundle:
     def __init__(self, folder: Path, *, weights: Path | None = None) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
+        with understood(folder):
+            self._open(folder, weights)
+
+    def _open(self, folder: Path, weights: Path | None) -> None:
         for name, description in self.manifest["files"].items():
             check_file(folder / name, description)
         described = self.manifest["weights"]
@@ -144,25 +149,30 @@ class Bundle:
     @property
     def dtype(self) -> str:
         """Of the computation."""
-        return str(self.manifest["models"]["dtype"])
+        with understood(self.folder):
+            return str(self.manifest["models"]["dtype"])
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer."""
-        return tuple(self.manifest["eos_ids"])
+        with understood(self.folder):
+            return tuple(self.manifest["eos_ids"])
 
     @property
     def prompts(self) -> list[BundlePrompt]:
         """What was asked."""
-        return [
-            BundlePrompt(p["id"], tuple(p["tokens"]), p["budget"], tuple(p["stages"]))
-            for p in self.manifest["prompts"]
-        ]
+        with understood(self.folder):
+            return [
+                BundlePrompt(p["id"], tuple(p["tokens"]), p["budget"], tuple(p["stages"]))
+                for p in self.manifest["prompts"]
+            ]
 
     def stages(self, number: int) -> Iterator[Stage]:
         """The recorded stages of the prompt numbered so."""
-        for entry in self.manifest["prompts"][number]["stages"]:
-            yield self._stage(number, entry)
+        for entry in self.prompts[number].stages:
+            with understood(self.folder):
+                stage = self._stage(number, entry)
+            yield stage
 
     def _stage(self, number: int, entry: Mapping[str, Any]) -> Stage:
         tensors = {name: self._recorded(number, name, about) for name, about in entry["tensors"].items()}
@@ -202,7 +212,21 @@ class Bundle:
 
     def models(self) -> tuple[TorchTarget, TorchDraft]:
         """Target and draft for a ``TorchRunner``, with their weights."""
-        return read_models(self._weights, self.manifest["models"])
+        with understood(self.folder):
+            return read_models(self._weights, self.manifest["models"])
+
+
+@contextlib.contextmanager
+def understood(folder: Path) -> Iterator[None]:
+    """What goes wrong while the body reads a manifest is the manifest's fault: CheckpointError. Its hash
+    tells that nobody changed it, not that whoever wrote it told the truth."""
+    try:
+        yield
+    except EaglejaxError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error!s:.200}"
+        raise CheckpointError(f"{folder / 'manifest.json'} describes no parity recording ({told})") from error
 
 
 def _named(path: Path | None) -> Path:
@@ -217,9 +241,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing; {folder} is no parity bundle, or not all of one")
     text = path.read_bytes()
-    if hashlib.sha256(text).hexdigest() != digest.read_text(encoding="utf-8").strip():
+    if hashlib.sha256(text).hexdigest() != digest.read_text(encoding="utf-8", errors="replace").strip():
         raise CheckpointError(f"{path} was changed after it was written: its SHA-256 is another")
-    manifest: dict[str, Any] = json.loads(text)
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON that can be read: {error!s:.200}") from error
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{path} holds no object; it is no manifest of a parity recording")
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise CheckpointError(
             f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}; this replays "

@@ -7,9 +7,11 @@ import contextlib
 import dataclasses
 import json
 import platform
+import shutil
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,9 +108,17 @@ def open_bundle(path: Path, *, weights: Path | None = None) -> Iterator[Bundle]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             with zipfile.ZipFile(path) as archive:
+                size, free = sum(i.file_size for i in archive.infolist()), shutil.disk_usage(folder).free
+                if size > free:
+                    raise CheckpointError(
+                        f"{path} unpacks to {size} bytes, and {free} are free for temporary files (TMPDIR)"
+                    )
                 archive.extractall(folder)
-        except (zipfile.BadZipFile, EOFError) as error:
-            raise CheckpointError(f"{path} is no .zip, or a truncated one: {error}") from error
+        except CheckpointError:
+            raise
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
+            # Among others those of encrypted members and unknown compressions, which are plain RuntimeErrors.
+            raise CheckpointError(f"{path} is no .zip, or a damaged one: {error}") from error
         yield Bundle(Path(folder), weights=weights)
 
 

@@ -21,7 +21,8 @@ from eaglejax.interop.parity.compare import Committed, Recorded, Stage, in_order
 from eaglejax.interop.parity.names import Place, parse
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
-from eaglejax.speculate.generate import BatchDecoder, check_request
+from eaglejax.speculate.admission import check_request
+from eaglejax.speculate.generate import BatchDecoder
 from eaglejax.speculate.options import LARGEST_PREFILL, DecodeOptions
 from eaglejax.speculate.rounds import Params, Program, decode_round, prefill_chunk
 from eaglejax.tap import watch

@@ -9,6 +9,7 @@ import pytest
 from folder_forms import FORMS, write
 from safetensors.numpy import load_file
 
+from eaglejax.checkpoint.quantized.compressed_tensors.patterns import compiled
 from eaglejax.checkpoint.quantized.compressed_tensors.tensors import pack_words, unpack_words
 from eaglejax.checkpoint.quantized.modelslim.layout import pack_channels, unpack_channels
 from eaglejax.checkpoint.quantized.read import load_quantized
@@ -172,6 +173,35 @@ class TestPublishedLayouts:
             if form == "modelslim":
                 tiny.edit_json(folder / "quant_model_description.json", change)
             tiny.assert_same(load_quantized(folder, target.dtype).params, target.params)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(r".*self_attn.*", r".*mlp.gate$", r"^(?!.*mlp).*q_proj", r".*\.layers\.\d+\.(.*)_proj"),
+        *(r"model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj", r"(model\.)?lm_head"),
+    ],
+)
+def test_expressions_that_tools_write_are_compiled(pattern):
+    assert compiled(pattern).pattern == pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        (r"(.*)*x", "repeats what can be matched in several ways"),
+        (r"(a|a)*b", "repeats what"),
+        (r"(\w+\.?)+!", "repeats what"),
+        (r"(a{0,40}){0,40}b", "repeats what"),
+        ("a?" * 40 + "b", "too many ways"),
+        (".*" * 20 + "b", "too many ways"),
+        (r"(a)\1", "refers to a group"),
+        ("a" * 2000, "longer than 1000"),
+    ],
+)
+def test_expressions_that_may_not_end_are_refused(pattern, why):
+    with pytest.raises(ValueError, match=why):
+        compiled(pattern)
 
 
 class TestPacking:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from eaglejax.checkpoint.quantized.compressed_tensors.patterns import compiled
 from eaglejax.checkpoint.quantized.parts import Kind, require
 from eaglejax.errors import CheckpointError
 from eaglejax.naming import known_name
@@ -105,10 +106,10 @@ def parse_config(raw: Mapping[str, Any], where: str, plain: Callable[[str], str]
     def settle(pattern: str) -> str:
         if pattern.startswith("re:"):
             try:
-                re.compile(pattern[3:])
-            except re.error as error:
+                compiled(pattern[3:])
+            except (re.error, ValueError) as error:
                 raise CheckpointError(
-                    f"{where}: {pattern!r:.80} is no regular expression: {error}"
+                    f"{where}: {pattern!r:.80} is no regular expression that can be used: {error}"
                 ) from error
         return pattern if pattern.startswith("re:") else plain(pattern + ".weight").removesuffix(".weight")
 

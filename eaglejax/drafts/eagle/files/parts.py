@@ -124,7 +124,7 @@ def _promises(
 def feature_norm(file: Shapes, fc_in: int) -> tuple[AuxNorm, int]:
     """(what is normalised before ``fc`` of ``fc_in`` rows, how many norms of one feature each there are)."""
     numbers = sorted(
-        int(m[1]) for n in file.store.names() if (m := re.fullmatch(r"fc_norm\.(\d+)\.weight", n))
+        int(m[1]) for n in file.store.names() if (m := re.fullmatch(r"fc_norm\.(\d{1,9})\.weight", n))
     )
     joined = file.has("input_norm.weight")
     for flag, present, tensor in (

@@ -312,7 +312,7 @@ class _Reader(Shapes):
 
     def _widths(self, hidden: int, fc_in: int, named: int, normed: int) -> tuple[int, int]:
         """(features fused, width of each)."""
-        stated = self.raw.get("target_hidden_size")
+        stated = self.whole("target_hidden_size", top=True)
         if named or normed:
             count = named or normed
         elif stated:

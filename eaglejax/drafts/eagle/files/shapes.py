@@ -91,9 +91,9 @@ class Shapes:
             self.fail(f"{name} is {value!r}; it must be true or false")
         return value
 
-    def whole(self, key: str) -> int | None:
-        """A positive integer of the layer's settings, or None."""
-        value = self.layer.get(key)
+    def whole(self, key: str, *, top: bool = False) -> int | None:
+        """A positive integer of the layer's settings, or of those at the ``top``, or None."""
+        value = (self.raw if top else self.layer).get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -145,13 +145,15 @@ class Shapes:
 
     def mlp(self) -> dict[str, int]:
         """Width of the dense MLP, or the experts, whose number a token is the one thing no shape tells."""
-        pattern = r"layers\.\d+\.mlp\.experts\.(\d+)\."
-        found = [int(m[1]) for n in self.store.names() if (m := re.match(pattern, n))]
+        pattern = r"layers\.\d+\.mlp\.experts\.(\d{1,9})\."
+        found = {int(m[1]) for n in self.store.names() if (m := re.match(pattern, n))}
         chosen = self.settings.get("experts_per_token")
         if not found:
             if chosen is not None:
                 self.fail(f"config.json says {KEY}.experts_per_token, but the file holds no experts")
             return {"intermediate_size": self.matrix("layers.0.mlp.gate_proj.weight")[0]}
+        if max(found) >= len(found):
+            self.fail(f"its experts are numbered up to {max(found)}, but there are {len(found)} of them")
         if chosen is None:
             self.fail(
                 "its MLP is a mixture of experts, and config.json does not say how many a token passes "
@@ -167,7 +169,7 @@ class Shapes:
 
     def layers(self) -> int:
         """Number of layers."""
-        found = sorted({int(m[1]) for n in self.store.names() if (m := re.match(r"layers\.(\d+)\.", n))})
+        found = sorted({int(m[1]) for n in self.store.names() if (m := re.match(r"layers\.(\d{1,9})\.", n))})
         if found != list(range(len(found))):
             self.fail(f"its layers are numbered {found}; they must count up from 0")
         stated = self.whole("num_hidden_layers")
