@@ -39,6 +39,11 @@ def tap(name: str, value: Any) -> None:
         sink(inside + name, value() if callable(value) else value)
 
 
+def watched() -> bool:
+    """Whether somebody watches."""
+    return _watching.get() is not None
+
+
 @contextlib.contextmanager
 def scope(name: str) -> Iterator[None]:
     """Names that the body taps begin with ``name/``."""

@@ -12,6 +12,7 @@ Every matrix is [in, out]. Layers are unrolled in Python: on CPU a scan over sta
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,14 +23,14 @@ from eaglejax.errors import ConfigError
 from eaglejax.kv_format import KVFormat, kv_format
 from eaglejax.models.config import FINAL, Boundary, ModelConfig
 from eaglejax.nn import cache as caches
-from eaglejax.nn.block import Norm
+from eaglejax.nn.block import Block, Norm
 from eaglejax.nn.cache import Cache, CacheScales, Placement
 from eaglejax.nn.kv import fill
 from eaglejax.nn.linear import embedding, linear
 from eaglejax.nn.rope import Angles
 from eaglejax.nn.visible import Visible
 from eaglejax.pytree import ArrayInfo
-from eaglejax.tap import scope, tap
+from eaglejax.tap import scope, tap, watched
 
 Params = dict[str, Any]
 
@@ -118,15 +119,13 @@ def forward(
         if config.embed_scale is not None:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
     tap("embedding", x)
-    angles = Angles(positions)
+    run = _layer_runner(x, positions)
     at = Placement(cache.lengths, positions, visible)
     taps: dict[Boundary, jax.Array] = {0: x}
     layers = []
     for i, (layer, memory) in enumerate(zip(params["layers"], cache.layers, strict=True)):
         with jax.named_scope(f"layer_{i}"), scope(f"layers/{i}"):
-            x, memory = config.block(i).run(
-                layer, x, angles, memory, at, post_rotation=params.get("post_rotation")
-            )
+            x, memory = run(config.block(i), layer, x, memory, at, params.get("post_rotation"))
         layers.append(memory)
         if i + 1 in aux:
             taps[i + 1] = x
@@ -142,6 +141,27 @@ def forward(
         aux=boundaries,
         cache=dataclasses.replace(cache, layers=tuple(layers)),
     )
+
+
+def _layer_runner(x: jax.Array, positions: jax.Array) -> Callable[..., tuple[jax.Array, Any]]:
+    """How the layers of one forward are run: (block, weights, x, memory, placement, post_rotation) -> (x,
+    memory).
+
+    While a program is traced, layers of the same block and shapes are traced once and their operations
+    copied: the program is the one that tracing each would give, and comes in a fraction of the time. Nothing
+    outlives the forward, so that what is in force around it (attention, kernels) is what its layers see.
+    Whoever watches sees each layer by its own name.
+    """
+
+    def run(
+        block: Block, weights: Any, x: jax.Array, memory: Any, at: Placement, turn: Any
+    ) -> tuple[jax.Array, Any]:
+        # Values of the surrounding trace must not be kept within another.
+        inside = Angles(at.positions) if traced else angles
+        return block.run(weights, x, inside, memory, at, post_rotation=turn)
+
+    angles, traced = Angles(positions), isinstance(x, jax.core.Tracer) and not watched()
+    return jax.jit(run, static_argnums=0, inline=True) if traced else run
 
 
 def _check(
