@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from eaglejax.drafts.draft_model.load import load_draft_model
     from eaglejax.drafts.draft_model.proposer import DraftModel
     from eaglejax.drafts.eagle.proposer import Eagle
-    from eaglejax.drafts.grow import DynamicTree
     from eaglejax.drafts.ngram import NGram
     from eaglejax.drafts.prediction import Prediction
     from eaglejax.drafts.registry import load_draft
-    from eaglejax.drafts.tree import StaticTree, chain, from_choices
+    from eaglejax.drafts.tree import DynamicTree, StaticTree, chain, from_choices
     from eaglejax.errors import EaglejaxError
     from eaglejax.models.target import Target, random_target
-    from eaglejax.quant import Plan, get_scheme, quantize_target
     from eaglejax.quant.calibrate import calibrate
+    from eaglejax.quant.quantize import quantize_target
+    from eaglejax.quant.schemes import Plan, get_scheme
     from eaglejax.sampling import Sampling
     from eaglejax.speculate.generate import Generation, Piece
     from eaglejax.speculate.options import DecodeOptions
@@ -78,26 +78,26 @@ _PLACES = {
     "Conversation": "eaglejax.conversation",
     "DecodeOptions": "eaglejax.speculate.options",
     "DraftModel": "eaglejax.drafts.draft_model.proposer",
-    "DynamicTree": "eaglejax.drafts.grow",
+    "DynamicTree": "eaglejax.drafts.tree",
     "Eagle": "eaglejax.drafts.eagle.proposer",
     "EaglejaxError": "eaglejax.errors",
     "Generation": "eaglejax.speculate.generate",
     "NGram": "eaglejax.drafts.ngram",
     "Piece": "eaglejax.speculate.generate",
-    "Plan": "eaglejax.quant",
+    "Plan": "eaglejax.quant.schemes",
     "Prediction": "eaglejax.drafts.prediction",
     "Sampling": "eaglejax.sampling",
     "StaticTree": "eaglejax.drafts.tree",
     "Target": "eaglejax.models.target",
-    "calibrate": "eaglejax.quant",
+    "calibrate": "eaglejax.quant.calibrate",
     "chain": "eaglejax.drafts.tree",
     "from_choices": "eaglejax.drafts.tree",
     "generate": "eaglejax.api",
-    "get_scheme": "eaglejax.quant",
+    "get_scheme": "eaglejax.quant.schemes",
     "load_draft": "eaglejax.drafts.registry",
     "load_draft_model": "eaglejax.drafts.draft_model.load",
     "load_target": "eaglejax.checkpoint.target",
-    "quantize_target": "eaglejax.quant",
+    "quantize_target": "eaglejax.quant.quantize",
     "random_target": "eaglejax.models.target",
     "stream": "eaglejax.api",
 }

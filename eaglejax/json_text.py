@@ -1,4 +1,5 @@
-"""JSON as it comes from outside, bounded: what is read has a limited size, depth and length of numbers."""
+"""JSON as it comes from outside, bounded: what is read has a limited size, depth and length of numbers. And
+as it is written: names from outside may hold what an encoding cannot."""
 
 from __future__ import annotations
 
@@ -46,6 +47,17 @@ def parse(text: str | bytes, *, strict: bool = False) -> Any:
     if spelt.count("[") + spelt.count("{") > MOST_DEPTH:
         _check_depth(value)
     return value
+
+
+def dump(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -> str:
+    """``value`` spelt in characters; where ``encoding`` cannot hold them (ASCII, or half of a surrogate pair
+    in UTF-8), escaped as JSON does it."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return json.dumps(value, ensure_ascii=True, allow_nan=False, indent=indent)
+    return text
 
 
 def _integer(digits: str) -> int:

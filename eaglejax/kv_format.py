@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from eaglejax.errors import ConfigError
 
 SCALE_BYTES = 4
@@ -153,6 +151,8 @@ def kv_format(value: Any) -> KVFormat:
         return value
     name = value
     if not isinstance(value, str):
+        import numpy as np
+
         try:
             name = np.dtype(value).name
         except TypeError as error:

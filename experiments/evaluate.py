@@ -30,9 +30,8 @@ from eaglejax.cli.run import run_command
 from eaglejax.config import BadRow, PromptRow, read_prompts
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.eagle.proposer import Eagle
-from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.registry import load_draft
-from eaglejax.drafts.tree import StaticTree, chain
+from eaglejax.drafts.tree import DynamicTree, StaticTree, chain
 from eaglejax.errors import ConfigError
 from eaglejax.jsonl import parse_object, read_lines
 from eaglejax.speculate import metrics

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -93,6 +94,10 @@ def level_here(environ: Mapping[str, str] = os.environ) -> str:
     if asked and asked not in here:
         raise KernelError(f"{LEVEL_VARIABLE} is {asked!r}; this processor runs {', '.join(here)}")
     return asked or here[0]
+
+
+COMPILE_SECONDS: list[float] = []
+"""How long each compilation of this process took."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +181,7 @@ def _compile(compiler: str, flags: list[str], source: Path, path: Path) -> None:
     os.close(handle)
     include = ["-I", str(INCLUDE), "-isystem", jax.ffi.include_dir()]
     command = [compiler, *flags, *include, str(source), "-o", temporary]
+    start = time.perf_counter()
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS, check=False
@@ -187,6 +193,7 @@ def _compile(compiler: str, flags: list[str], source: Path, path: Path) -> None:
             )
         # Whoever compiled at the same time made the same file; the last one to rename it stays.
         os.replace(temporary, path)
+        COMPILE_SECONDS.append(time.perf_counter() - start)
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelError(f"{compiler} could not compile {source.name}: {error}") from error
     finally:

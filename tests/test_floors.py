@@ -159,9 +159,10 @@ def test_a_circle_is_found_wherever_it_is_closed(tmp_path: Path) -> None:
 
 RECORDS = {
     ("eaglejax.drafts.registry", "eaglejax.drafts.eagle.family"),
+    ("eaglejax.drafts.registry", "eaglejax.drafts.eagle.methods"),
     ("eaglejax.train.registry", "eaglejax.train.eagle.family"),
 }
-"""The registries, and of a family's folder the one module that they list."""
+"""The registries, and of a family's folder the modules that they list."""
 
 OWN = ("eaglejax.drafts.eagle", "eaglejax.train.eagle", "eaglejax.interop.convert.eagle")
 """Where EAGLE's drafts are themselves the subject."""

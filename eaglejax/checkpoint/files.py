@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from eaglejax import json_text
 from eaglejax.devices import compile_cache
-from eaglejax.errors import CheckpointError
+from eaglejax.errors import CheckpointError, ConfigError
 
 
 def cache_dir() -> Path:
@@ -37,12 +35,17 @@ def progress(text: str, total: int | None) -> Iterator[Callable[..., None]]:
         yield lambda amount=1: None
         return
     import rich.console
-    import rich.markup
     import rich.progress
 
-    bar = rich.progress.Progress(console=rich.console.Console(stderr=True), transient=True)
-    with bar:
-        task = bar.add_task(rich.markup.escape(text), total=total)
+    columns = (
+        rich.progress.TextColumn("{task.description}", markup=False),
+        rich.progress.BarColumn(),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.TimeElapsedColumn(),
+    )
+    console = rich.console.Console(stderr=True, markup=False, emoji=False)
+    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(text, total=total)
         yield lambda amount=1: bar.advance(task, amount)
 
 
@@ -180,11 +183,44 @@ def make_folder(path: Path) -> None:
         raise CheckpointError(f"{path} cannot be made a folder: {error.strerror}") from error
 
 
+def check_output(out: Path, *, overwrite: bool | None = None) -> None:
+    """Refuse a place where something lies, with its names; ``overwrite`` allows a folder, None where that
+    cannot be asked for. Raises ConfigError."""
+    if not out.exists() or (out.is_dir() and (overwrite or not any(out.iterdir()))):
+        return
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    more = ", ..." if len(names) > 4 else ""
+    held = f"not empty: it holds {', '.join(names[:4])}{more}" if names else "no folder"
+    also = "" if overwrite is None or not names else ", or overwrite it (--overwrite)"
+    raise ConfigError(f"{out} is {held}; name a new folder{also}")
+
+
+@contextlib.contextmanager
+def fresh_folder(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that takes its place when the body has run through."""
+    import shutil
+    import tempfile
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        folder = temporary / "new"
+        folder.mkdir()
+        yield folder
+        if out.exists():
+            os.replace(out, temporary / "old")
+        os.replace(folder, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def only_writer(path: Path) -> Iterator[None]:
     """Hold ``path``, a file or folder that grows over a long run, against other processes while the body
     runs, by whatever name they call it; however this process ends, it is free again. The folder above it is
     made. Raises CheckpointError when another holds it, or when nothing can be written there."""
+    import filelock
+
     real = path.resolve()
     make_folder(real.parent)
     lock = filelock.FileLock(real.parent / f".{real.name}.lock", blocking=False)

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -22,6 +22,7 @@ from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import param_table
 from eaglejax.models.families import from_hf
 from eaglejax.pytree import unflatten
+from eaglejax.quant.schemes import QuantizedForm
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _HEADS = ("language_model.lm_head.", "lm_head.")
@@ -138,9 +139,6 @@ def open_weights(folder: Path, stem: str = STEM) -> SafetensorsFile:
     hint = f"; it holds {', '.join(other[:3])}, convert them or name a .gguf file itself" if other else ""
     raise CheckpointError(f"{folder} holds no safetensors weights ({single} or {index}){hint}")
 
-
-QuantizedForm = Literal["eaglejax", "modelslim", "compressed-tensors"]
-"""Layouts of quantised weights that are read."""
 
 DESCRIPTION = "quant_model_description.json"
 """The file that marks the modelslim layout."""

@@ -1,4 +1,7 @@
-"""What a user may name as a model: a demonstration word, a Hub id, a folder or a GGUF file."""
+"""What a user may name as a model: a demonstration word, a Hub id, a folder or a GGUF file.
+
+A name that names nothing is refused before jax is imported, as the readers of files do.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from eaglejax.checkpoint.basis_file import FILE, named_rotation
 from eaglejax.checkpoint.demo import DEMOS, demo_path
 from eaglejax.checkpoint.files import read_json
-from eaglejax.checkpoint.gguf.reader import part_paths
-from eaglejax.checkpoint.hf import description_path
 from eaglejax.errors import CheckpointError
 
 Spec = str | os.PathLike[str]
@@ -78,6 +78,8 @@ def _from_hub(spec: str, repo: str, revision: str | None, file: str | None) -> S
         folder = _snapshot(repo, revision, HUB_FILES, _HUB_SKIP)
         _snapshot(repo, revision, _named_files(folder), None)
         return Source(spec, "folder", folder)
+    from eaglejax.checkpoint.gguf.reader import part_paths
+
     parts = [path.as_posix() for path in part_paths(Path(file))]
     folder = _snapshot(repo, revision, parts, None)
     if not (folder / file).is_file():
@@ -88,6 +90,9 @@ def _from_hub(spec: str, repo: str, revision: str | None, file: str | None) -> S
 def _named_files(folder: Path) -> list[str]:
     """Files of subfolders that belong to the model in ``folder``: its rotation, at the usual place or
     where its description has it."""
+    from eaglejax.checkpoint.basis_file import FILE, named_rotation
+    from eaglejax.checkpoint.hf import description_path
+
     description = description_path(folder)
     named = None if description is None else named_rotation(read_json(description))
     return sorted({FILE, *([os.path.normpath(named)] if isinstance(named, str) else [])})

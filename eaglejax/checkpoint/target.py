@@ -32,7 +32,7 @@ def load_target(
 ) -> Target:
     """Load a model with its tokenizer.
 
-    ``source``: see ``checkpoint.sources.resolve``. ``dtype``: one of ``target.DTYPES``, default bfloat16.
+    ``source``: see ``checkpoint.sources.resolve``. ``dtype``: see ``devices.dtypes``, default bfloat16.
     ``context``: at most the positions the model was made for, which is the default; rotary kinds that depend
     on the length are evaluated for it.
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 import eaglejax as ej
-from eaglejax.cli import show
+from eaglejax.checkpoint.files import check_output
+from eaglejax.checkpoint.sources import resolve
+from eaglejax.cli import methods, show
 from eaglejax.cli.diagnose import PROMPTS, written_texts
 from eaglejax.cli.methods import draft_reading
 from eaglejax.config import AuxConvention
-from eaglejax.drafts.registry import read_draft
+from eaglejax.drafts.places import draft_path
+from eaglejax.drafts.registry import check_form, read_draft
 from eaglejax.errors import ConfigError
-from eaglejax.measure.pair import Pair
-from eaglejax.rotation.basis import Basis
-from eaglejax.rotation.recover import recover_basis
+
+if TYPE_CHECKING:
+    from eaglejax.rotation.basis import Basis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +50,20 @@ class Align:
 
     def run(self) -> int:
         """The command. Exit status 1 when --check finds the aligned draft no better than before."""
+        check_form(self.form)
+        check_output(self.out)
+        if self.method == "procrustes" and self.original_target is None:
+            raise ConfigError("--method procrustes fits the rotation to --original-target; name that model")
+        draft_path(self.draft)
+        for spec in (self.target, self.original_target):
+            if spec is not None:
+                resolve(spec)
         family, file = read_draft(self.draft, **draft_reading(self.aux_convention))
-        if self.form not in family.forms:
-            raise ConfigError(
-                f"{family.name} drafts have no form {self.form!r}; they have "
-                f"{', '.join(family.forms) or 'none'}"
-            )
-        with show.status(f"loading {self.target}"):
-            target = ej.load_target(self.target, dtype="float32")
-            original = None
-            if self.original_target is not None:
-                original = ej.load_target(self.original_target, dtype="float32")
+        check_form(self.form, family)
+        target = methods.load_target(self.target, dtype="float32")
+        original = None
+        if self.original_target is not None:
+            original = methods.load_target(self.original_target, dtype="float32")
         basis, error = self._basis(target, original)
         done = family.write_aligned(file, self.out, target, basis, original=original, to=self.form)
         notes = [*file.notes, *done]
@@ -85,12 +91,11 @@ class Align:
     def _basis(self, target: ej.Target, original: ej.Target | None) -> tuple[Basis, float | None]:
         """(basis, error of its recovery or None). An exported matrix goes before a recovered one whatever the
         method: a target and its drafts are matched by its id, which no recovery yields."""
+        from eaglejax.rotation.recover import recover_basis
+
         exported = target.rotation
         if self.method == "procrustes":
-            if original is None:
-                raise ConfigError(
-                    "--method procrustes fits the rotation to --original-target; name that model"
-                )
+            assert original is not None
             recovered = recover_basis(original, target)
             return _completed(exported, recovered.basis), recovered.error
         if exported is None:
@@ -104,6 +109,8 @@ class Align:
 
     def _check(self, target: ej.Target) -> dict[str, Any]:
         """Drafts accepted a round before and after, on the same texts."""
+        from eaglejax.measure.pair import Pair
+
         texts = written_texts(target, PROMPTS, max_new_tokens=64)
         text = next(iter(texts.values()))
         read = (read_draft(self.draft, **draft_reading(self.aux_convention)), read_draft(self.out))

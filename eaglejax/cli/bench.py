@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
-import eaglejax as ej
 from eaglejax.cli import methods, show
 from eaglejax.config import (
     AuxConvention,
@@ -31,6 +31,8 @@ class Bench:
     """The draft of methods that have one: a folder, a Hub id or `demo`."""
     speculative_config: str | None = None
     """Settings of the method that it names, as for `eaglejax generate`."""
+    speculation: Literal["adaptive", "fixed"] | None = None
+    """How many drafts a round are judged, as for `eaglejax generate`."""
     aux_convention: AuxConvention | None = None
     """What layer ids in an EAGLE-3 draft's config count: hidden-state boundaries, or blocks (their output is
     meant). Default: told from the file."""
@@ -64,30 +66,29 @@ class Bench:
     def run(self) -> int:
         """The command. Exit status 1 when a prompt failed or a text is not plain decoding's."""
         configs = self._configs()
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be 1 or more")
+        methods.check_count("--max-new-tokens", self.max_new_tokens)
         variables = parse_template_kwargs(self.chat_template_kwargs)
         rows = read_prompts(self.prompts, prediction_field=self.prediction_field, limit=self.limit)
+        target = methods.load_target(
+            self.target,
+            dtype=self.dtype,
+            context=self.context,
+            quant=self.quant,
+            eos=self.eos,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        methods.say_memory(target)
         from eaglejax.cli import session as sessions
 
-        with show.status(f"loading {self.target}"):
-            target = methods.with_cache(
-                ej.load_target(
-                    self.target,
-                    dtype=self.dtype,
-                    context=self.context,
-                    quant=self.quant,
-                    eos=methods.token_names(self.eos),
-                ),
-                self.kv_cache_dtype,
-            )
-            methods.say_memory(target)
-            proposers = {name: methods.proposer_from(target, config) for name, config in configs.items()}
-            # A model with quantised weights is another one than its float32 form.
-            wide = self.dtype is None and self.quant is None
-            reference = sessions.float32_beside(target) if wide else None
+        proposers = {name: methods.proposer_from(target, config) for name, config in configs.items()}
+        # A model with quantised weights is another one than its float32 form.
+        wide = self.dtype is None and self.quant is None
+        reference = sessions.float32_beside(target) if wide else None
         dtype = target.dtype.name
-        session = sessions.Session(self.max_new_tokens, chat=self.chat, variables=variables)
+        decoding = methods.given(speculation=self.speculation)
+        session = sessions.Session(
+            self.max_new_tokens, chat=self.chat, variables=variables, decoding=decoding
+        )
         session.run(target, proposers, rows, reference)
         if self.profile:
             session.profile(target, proposers)

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import tyro
 
-from eaglejax.checkpoint.target import load_target
-from eaglejax.cli import show
+from eaglejax.checkpoint.files import check_output
+from eaglejax.checkpoint.sources import resolve
+from eaglejax.cli import methods, show
 from eaglejax.cli.methods import draft_reading
 from eaglejax.config import AuxConvention
-from eaglejax.drafts.registry import read_draft
-from eaglejax.errors import ConfigError
+from eaglejax.drafts.places import draft_path
+from eaglejax.drafts.registry import check_form, read_draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +42,14 @@ class Convert:
 
     def run(self) -> int:
         """The command."""
+        check_form(self.to)
+        check_output(self.output)
+        draft_path(self.draft)
+        if self.target is not None:
+            resolve(self.target)
         family, file = read_draft(self.draft, **draft_reading(self.aux_convention, self.aux))
-        if self.to not in family.forms:
-            raise ConfigError(
-                f"{family.name} drafts have no form {self.to!r}; they have "
-                f"{', '.join(family.forms) or 'none'}"
-            )
-        target = None if self.target is None else load_target(self.target, dtype="float32")
+        check_form(self.to, family)
+        target = None if self.target is None else methods.load_target(self.target, dtype="float32")
         notes = family.write(
             file, self.output, to=self.to, target=target, verifier=self.verifier or self.target
         )

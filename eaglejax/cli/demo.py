@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.columns
 import rich.console
@@ -17,15 +17,11 @@ import rich.text
 import eaglejax as ej
 from eaglejax.cli import methods, show
 from eaglejax.cli.answers import answer_json
-from eaglejax.cli.session import (
-    FLOAT32_AR,
-    Session,
-    machine_report,
-    plain_in_float32_too,
-    reload_in_float32,
-)
 from eaglejax.config import PromptRow, SpeculativeConfig
 from eaglejax.conversation import Conversation
+
+if TYPE_CHECKING:
+    from eaglejax.cli.session import Session
 
 TARGET = "demo"
 DRAFTS = {
@@ -125,8 +121,9 @@ class Demo:
 
     def run(self) -> int:
         """The command. Exit status 1 when a text with drafts is not the plain one."""
-        with show.status("loading the demo model (the first time, it is downloaded)"):
-            target = ej.load_target(TARGET)
+        target = methods.load_target(TARGET)
+        from eaglejax.cli import session as sessions
+
         name, dtype = target.config.family, target.dtype.name
         if not self.json:
             show.print_note(
@@ -134,14 +131,16 @@ class Demo:
             )
         played = [(scene, self._play(target, scene)) for scene in scenes(self.quick)]
         # After the rest, not beside it: the demo is to fit a machine with little memory.
-        if plain_in_float32_too():
-            target = reload_in_float32(target)
+        if sessions.float32_may_be_faster():
+            target = sessions.reload_in_float32(target)
             for _, session in played:
-                session.run_plain(FLOAT32_AR, target)
+                session.run_plain(sessions.FLOAT32_AR, target)
         reports = [_report(scene, session) for scene, session in played]
         sound = all(session.sound for _, session in played)
         if self.json:
-            show.print_json({"identical": sound, "scenes": reports, "machine": machine_report(dtype)})
+            show.print_json(
+                {"identical": sound, "scenes": reports, "machine": sessions.machine_report(dtype)}
+            )
         else:
             for report in reports:
                 show.stderr().print(show.stats_table(report["title"], report["methods"].items()))
@@ -151,6 +150,8 @@ class Demo:
         return 0 if sound else 1
 
     def _play(self, target: ej.Target, scene: Scene) -> Session:
+        from eaglejax.cli.session import Session
+
         proposers = {
             "ar": None,
             scene.method: methods.proposer_from(target, DRAFTS[scene.method]),
@@ -210,7 +211,7 @@ class _Panels:
         self._texts[method] = ""
 
         def add(text: str) -> None:
-            self._texts[method] += text
+            self._texts[method] += show.for_stdout(text)
 
         return add
 

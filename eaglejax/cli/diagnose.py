@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import rich.table
 import rich.text
 import tyro
 
 import eaglejax as ej
-from eaglejax.api import encode_prompt
-from eaglejax.cli import show
+from eaglejax.checkpoint.sources import resolve
+from eaglejax.cli import methods, show
 from eaglejax.cli.methods import draft_reading
 from eaglejax.config import AuxConvention, BadRow, read_prompts
+from eaglejax.drafts.places import draft_path
 from eaglejax.drafts.registry import family_reading, read_draft
 from eaglejax.errors import ConfigError
-from eaglejax.measure.diagnose import Report, diagnose
-from eaglejax.measure.pair import STEPS
-from eaglejax.measure.quality import Texts
-from eaglejax.speculate.generate import BatchDecoder, Request
-from eaglejax.speculate.metrics import Stats, total
+from eaglejax.measure.findings import STEPS
+
+if TYPE_CHECKING:
+    from eaglejax.measure.diagnose import Report
+    from eaglejax.measure.quality import Texts
+    from eaglejax.speculate.metrics import Stats
 
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -64,10 +66,14 @@ class Diagnose:
         """The command. Exit status 1 when a fault is found."""
         if self.max_new_tokens < STEPS + 2:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; at least {STEPS + 2} are needed")
-        _, file = read_draft(self.draft, **draft_reading(self.aux_convention, self.aux))
-        with show.status(f"loading {self.target}"):
-            target = ej.load_target(self.target, dtype=self.dtype)
         prompts = PROMPTS if self.prompts is None else _texts_of(self.prompts, self.limit)
+        draft_path(self.draft)
+        if self.original_target is not None:
+            resolve(self.original_target)
+        target = methods.load_target(self.target, dtype=self.dtype)
+        from eaglejax.measure.diagnose import diagnose
+
+        _, file = read_draft(self.draft, **draft_reading(self.aux_convention, self.aux))
         with show.status("the target writes"):
             texts = written_texts(target, prompts, max_new_tokens=self.max_new_tokens)
             usual = None
@@ -77,8 +83,7 @@ class Diagnose:
                 )
         original, theirs = None, None
         if self.original_target is not None:
-            with show.status(f"loading {self.original_target}"):
-                original = ej.load_target(self.original_target, dtype=self.dtype)
+            original = methods.load_target(self.original_target, dtype=self.dtype)
             with show.status("the original target writes"):
                 found = written_texts(original, prompts, max_new_tokens=self.max_new_tokens)
                 theirs = found.get(next(iter(texts)), next(iter(found.values())))
@@ -105,12 +110,16 @@ def _texts_of(path: str, limit: int) -> tuple[str, ...]:
 
 def encoded(target: ej.Target, prompts: Sequence[str], *, chat: bool) -> list[tuple[int, ...]]:
     """Token ids of prompts, plain or as a user's messages."""
+    from eaglejax.api import encode_prompt
+
     return [encode_prompt(target, [{"role": "user", "content": p}] if chat else p) for p in prompts]
 
 
 def written_texts(target: ej.Target, prompts: Sequence[str], *, max_new_tokens: int) -> dict[str, Texts]:
     """What the target writes greedily behind the prompts: ``chat`` where it has a chat template, and
     ``plain``."""
+    from eaglejax.measure.quality import Texts
+
     tokenizer = target.need_tokenizer()
     kinds = (["chat"] if tokenizer.chat_template else []) + ["plain"]
     out = {}
@@ -127,6 +136,9 @@ def decode_pair(target: ej.Target, file: Any, prompts: Sequence[str], max_new_to
     Straight through the decoder: ``generate`` would refuse a draft in another basis, which is what is looked
     for.
     """
+    from eaglejax.speculate.generate import BatchDecoder, Request
+    from eaglejax.speculate.metrics import total
+
     family = family_reading(file)
     config, params = family.bind(file, target, target.dtype)
     chat = target.need_tokenizer().chat_template is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.table
 
@@ -13,11 +13,11 @@ import eaglejax as ej
 from eaglejax import devices
 from eaglejax.cli import show
 from eaglejax.cli.inspect import target_config
-from eaglejax.devices import compile_cache, cpu, machine
+from eaglejax.devices import compile_cache
 from eaglejax.errors import ConfigError
-from eaglejax.models.config import ModelConfig
-from eaglejax.models.memory import footprint_on
-from eaglejax.nn.rope import RopeConfig
+
+if TYPE_CHECKING:
+    from eaglejax.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,8 @@ def examine(target: str | None = None) -> dict[str, Any]:
     raises what reading its configuration does."""
     # A model that is not there is told before anything is measured.
     config = None if target is None else target_config(target)
+    from eaglejax.devices import cpu, machine
+
     startup = devices.prepare()
     adapter = devices.current()
     on_cpu = adapter.platform == "cpu"
@@ -75,6 +77,9 @@ def examine(target: str | None = None) -> dict[str, Any]:
 def memory(config: ModelConfig, adapter: devices.Adapter) -> dict[str, Any]:
     """What decoding with trees of the usual size takes on the device: GiB of weights, how many rows of the
     whole ``context`` fit, and how long one row can be; ``refused``: why not even the weights fit."""
+    from eaglejax.devices import machine
+    from eaglejax.models.memory import footprint_on
+
     fits = footprint_on(adapter, config, nodes=ej.DynamicTree().nodes)
     found: dict[str, Any] = {
         "weights_gib": round(fits.weights / machine.GIB, 2),
@@ -96,6 +101,9 @@ def memory(config: ModelConfig, adapter: devices.Adapter) -> dict[str, Any]:
 
 def tiny_config() -> ModelConfig:
     """A decoder that initialises and compiles in seconds."""
+    from eaglejax.models.config import ModelConfig
+    from eaglejax.nn.rope import RopeConfig
+
     return ModelConfig(
         family="llama",
         vocab_size=48,

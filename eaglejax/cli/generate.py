@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import eaglejax as ej
 from eaglejax.cli import methods, show
@@ -91,6 +91,13 @@ class Generate:
     """Keys and values of the draft, likewise (int8-static apart). Default: the dtype of its weights."""
     speculative_config: str | None = None
     """A JSON object such as {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}."""
+    speculation: Literal["adaptive", "fixed"] | None = None
+    """adaptive: judge as many drafts a round as measured costs and acceptance make worth while, perhaps none;
+    fixed: all of them. Default: as the library's."""
+    verification: Literal["token", "block"] = "token"
+    """block: accept several drafts of a chain jointly; the text's distribution is the same."""
+    ignore_eos: bool = False
+    """Write on behind an end of text, to the limit."""
     aux_convention: AuxConvention | None = None
     """What layer ids in an EAGLE-3 draft's config count: hidden-state boundaries, or blocks (their output is
     meant). Default: told from the file."""
@@ -121,25 +128,19 @@ class Generate:
         )
         if self.logprobs and not self.json:
             raise ConfigError("--logprobs are printed in the objects of --json alone; add it")
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be 1 or more")
-        if self.batch_size < 1:
-            raise ConfigError(f"--batch-size is {self.batch_size}; it must be 1 or more")
-        with show.status(f"loading {self.target}"):
-            target = methods.with_cache(
-                ej.load_target(
-                    self.target,
-                    dtype=self.dtype,
-                    context=self.context,
-                    quant=self.quant,
-                    eos=methods.token_names(self.eos),
-                ),
-                self.kv_cache_dtype,
-            )
-            methods.say_memory(target)
-            proposer = methods.proposer_from(target, config)
+        methods.check_count("--max-new-tokens", self.max_new_tokens)
+        methods.check_count("--batch-size", self.batch_size)
+        target = methods.load_target(
+            self.target,
+            dtype=self.dtype,
+            context=self.context,
+            quant=self.quant,
+            eos=self.eos,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        methods.say_memory(target)
         options = {
-            "proposer": proposer,
+            "proposer": methods.proposer_from(target, config),
             "sampling": sampling,
             "max_new_tokens": self.max_new_tokens,
             "chat_template_kwargs": variables,
@@ -147,6 +148,9 @@ class Generate:
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
             "logprobs": self.logprobs,
+            "ignore_eos": self.ignore_eos,
+            "verification": self.verification,
+            **methods.given(speculation=self.speculation),
         }
         if not self.json and self.prompt is not None:
             return self._stream(target, rows[0], options)

@@ -5,26 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import rich.markup
 import rich.table
 import tyro
 
-from eaglejax.checkpoint.gguf.metadata import config_from_metadata
-from eaglejax.checkpoint.gguf.reader import GGUFFile
-from eaglejax.checkpoint.hf import read_config
-from eaglejax.checkpoint.quantized.summary import summary
 from eaglejax.checkpoint.sources import resolve
 from eaglejax.cli import show
 from eaglejax.cli.methods import draft_reading
 from eaglejax.config import AuxConvention
-from eaglejax.drafts.draft_model.proposer import DraftModel
-from eaglejax.drafts.files import opened
+from eaglejax.drafts.places import draft_path
 from eaglejax.drafts.registry import read_draft, recognise
 from eaglejax.errors import ConfigError
-from eaglejax.models.config import ModelConfig
-from eaglejax.models.families import from_hf
+
+if TYPE_CHECKING:
+    from eaglejax.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +41,12 @@ class Inspect:
 
     def run(self) -> int:
         """The command. Exit status 1 when a target is named and the draft does not fit it."""
+        draft_path(self.draft)
+        if self.target is not None:
+            resolve(self.target)
+        from eaglejax.drafts.draft_model.proposer import DraftModel
+        from eaglejax.drafts.files import opened
+
         files = opened(self.draft)
         family = recognise(files)
         if family.proposer is DraftModel:
@@ -57,13 +58,15 @@ class Inspect:
         else:
             table = rich.table.Table(show_header=False, title=report["path"], title_justify="left")
             for heading, text in family.rows(report):
-                table.add_row(heading, rich.markup.escape(text))
+                table.add_row(heading, text)
             show.stderr().print(table)
         return 0 if report["target"] is None or report["target"]["fits"] else 1
 
     def _target(self, folder: Path) -> int:
         if self.target is not None or self.aux is not None:
             raise ConfigError(f"{folder} holds a target; --target and --aux are for drafts")
+        from eaglejax.checkpoint.quantized.summary import summary
+
         report = {"path": str(folder), **summary(folder)}
         if self.json:
             show.print_json(report)
@@ -75,6 +78,11 @@ class Inspect:
 def target_config(spec: str) -> ModelConfig:
     """A target's configuration without its weights."""
     source = resolve(spec)
+    from eaglejax.checkpoint.gguf.metadata import config_from_metadata
+    from eaglejax.checkpoint.gguf.reader import GGUFFile
+    from eaglejax.checkpoint.hf import read_config
+    from eaglejax.models.families import from_hf
+
     raw = config_from_metadata(GGUFFile(source.path)) if source.kind == "gguf" else read_config(source.path)
     return from_hf(raw)
 

@@ -1,4 +1,8 @@
-"""Drafting methods by name: what ``--method``, ``--methods`` and ``--speculative-config`` choose from."""
+"""Drafting methods by name, which ``--method``, ``--methods`` and ``--speculative-config`` choose from; and
+the models that commands load.
+
+What can be refused is refused before jax is imported.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import eaglejax as ej
-from eaglejax.cli import show
+from eaglejax.checkpoint.sources import resolve
+from eaglejax.cli import compiling, show
 from eaglejax.config import AuxConvention, SpeculativeConfig, parse_speculative_config
-from eaglejax.drafts.limits import MOST_DEPTH, MOST_NGRAM, check_count
+from eaglejax.devices.dtypes import check_weight_dtype
+from eaglejax.drafts import registry
+from eaglejax.drafts.limits import MOST_DEPTH, MOST_NGRAM
+from eaglejax.drafts.limits import check_count as check_size
+from eaglejax.drafts.places import draft_path
 from eaglejax.errors import ConfigError
-from eaglejax.kv_format import kv_format
 from eaglejax.naming import known_name
 
 Build = Callable[[Any, SpeculativeConfig], Any]
@@ -55,7 +63,7 @@ def _check_sizes(**most: int) -> Callable[[SpeculativeConfig], None]:
     def check(config: SpeculativeConfig) -> None:
         for key, limit in most.items():
             if (value := getattr(config, key)) is not None:
-                check_count(key, value, limit)
+                check_size(key, value, limit)
 
     return check
 
@@ -78,27 +86,18 @@ _WITHOUT_DRAFT: dict[str, Method] = {
 }
 
 
-def _of_families() -> Mapping[str, Any]:
-    """(family, method) by name of those that families of drafts bring; asked late, because they start jax."""
-    from eaglejax.drafts import registry
-
-    return registry.methods()
-
-
 def _of_family(name: str) -> Method:
     """A method that a family of drafts brings, as the commands run it."""
-    family, method = _of_families()[name]
+    entry, method = registry.methods()[name]
 
     def build(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
-        from eaglejax.drafts.registry import read_draft
-
         assert config.model is not None
+        reads = entry.record().reading
         options = {"method": name} | method.options(config)
-        reading = {k: options.pop(k) for k in ("method", *family.reading) if k in options}
-        found, file = read_draft(config.model, **reading)
-        for note in file.notes:
-            show.print_note(f"{config.model}: {note}")
-        return found.load(file, target, dtype=target.dtype, draft=config.model, **options)
+        reading = {k: options.pop(k) for k in ("method", *reads) if k in options}
+        family, file = registry.read_draft(config.model, **reading)
+        show.print_notes_once(config.model, file.path, file.notes)
+        return family.load(file, target, dtype=target.dtype, draft=config.model, **options)
 
     return Method(method.settings, build, method.check, needs_draft=True)
 
@@ -117,10 +116,10 @@ class _Methods(Mapping[str, Method]):
         return _WITHOUT_DRAFT[name] if name in _WITHOUT_DRAFT else _of_family(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*_WITHOUT_DRAFT, *_of_families()))
+        return iter((*_WITHOUT_DRAFT, *registry.methods()))
 
     def __len__(self) -> int:
-        return len(_WITHOUT_DRAFT) + len(_of_families())
+        return len(_WITHOUT_DRAFT) + len(registry.methods())
 
 
 METHODS: Mapping[str, Method] = _Methods()
@@ -188,14 +187,16 @@ def method_for(draft: str | None) -> str:
     """What a draft alone asks for, by the family that its files are of, and ``ar`` without one."""
     if draft is None:
         return "ar"
+    # A draft that is not there is refused before jax is imported.
+    draft_path(draft)
     from eaglejax.drafts.files import opened
-    from eaglejax.drafts.registry import recognise
 
-    return recognise(opened(draft)).default
+    return registry.recognise(opened(draft)).default
 
 
 def check_config(config: SpeculativeConfig) -> None:
-    """Refuse what can be refused before a model is loaded. Raises ConfigError."""
+    """Refuse what can be refused before a model is loaded. Raises ConfigError, and CheckpointError for a
+    draft that is not there."""
     method = method_named(config.method)
     for key in config.given():
         if key != "model" and key not in method.settings:
@@ -205,6 +206,8 @@ def check_config(config: SpeculativeConfig) -> None:
     if config.model is None and method.needs_draft:
         raise ConfigError(f"method {config.method!r} needs a draft; name one with --draft")
     method.check(config)
+    if config.model is not None:
+        draft_path(config.model)
 
 
 def _settings(method: Method) -> str:
@@ -212,14 +215,50 @@ def _settings(method: Method) -> str:
     return ", ".join(names) or "none"
 
 
-def with_cache(target: ej.Target, kv_form: str | None) -> ej.Target:
-    """``target`` with keys and values in ``kv_form``; None: in the one that its files ask for, or its dtype.
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given; the library has its defaults for those that are None."""
+    return {name: value for name, value in options.items() if value is not None}
 
-    Raises ConfigError for a format that is not known, and for int8-static without calibrated scales.
+
+def check_count(option: str, value: int | None) -> None:
+    """Raises ConfigError for a number of things that is not 1 or more; None is no number."""
+    if value is not None and value < 1:
+        raise ConfigError(f"{option} is {value}; it must be 1 or more")
+
+
+def load_target(
+    spec: str,
+    *,
+    dtype: str | None = None,
+    context: int | None = None,
+    quant: str | None = None,
+    eos: Sequence[str] = (),
+    kv_cache_dtype: str | None = None,
+) -> ej.Target:
+    """The model that ``--target`` and the options about it name; keys and values in ``kv_cache_dtype`` (None:
+    in the form that its files ask for, or its dtype).
+
+    Raises ConfigError for options that cannot be, int8-static without calibrated scales among them, and
+    CheckpointError for a model that is not there; both before it is loaded where that can be told.
     """
-    if kv_form is None:
+    if dtype is not None:
+        check_weight_dtype(dtype)
+    check_count("--context", context)
+    if quant is not None:
+        from eaglejax.quant.schemes import as_plan
+
+        as_plan(quant)
+    form = None
+    if kv_cache_dtype is not None:
+        from eaglejax.kv_format import kv_format
+
+        form = kv_format(kv_cache_dtype)
+    source = resolve(spec)
+    with show.status(f"loading {spec}"):
+        compiling.watch()
+        target = ej.load_target(source, dtype=dtype, context=context, quant=quant, eos=token_names(eos))
+    if form is None:
         return target
-    form = kv_format(kv_form)
     if form.static and target.cache_scales is None:
         raise ConfigError(
             f"{target.name} brings no scales for an int8-static cache; quantise it with `eaglejax quantize` "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import eaglejax as ej
-from eaglejax.api import encode_prompt
+from eaglejax.checkpoint.sources import resolve
 from eaglejax.cli import methods, show
 from eaglejax.config import AuxConvention, BadRow, SpeculativeConfig, read_prompts
 from eaglejax.errors import ConfigError
@@ -94,8 +94,7 @@ class Parity:
             raise ConfigError("name a --backend to compare with, or a --record to write, or both")
         if self.weights is not None and self.record is None:
             raise ConfigError("--weights goes with --record or --replay")
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be 1 or more")
+        methods.check_count("--max-new-tokens", self.max_new_tokens)
 
     def _replay(self, path: Path) -> int:
         from eaglejax.interop.backends.adapter import get_adapter
@@ -111,20 +110,22 @@ class Parity:
         return self._print(report, failed=False)
 
     def _compare(self) -> int:
+        rows = read_prompts(self.prompts or "", limit=self.limit)
+        resolve(self.target or "")
+        config = self._config()
+        from eaglejax.api import encode_prompt
         from eaglejax.interop.backends.adapter import get_adapter
         from eaglejax.interop.convert.export import export_draft, export_target
         from eaglejax.interop.parity.check import Checker, Prompt
         from eaglejax.interop.parity.replay import compare
         from eaglejax.interop.parity.trace import Tracer
 
-        rows = read_prompts(self.prompts or "", limit=self.limit)
         # A backend that cannot run is refused before a model is loaded.
         adapter = None if self.backend is None else get_adapter(self.backend, self.device)
         if adapter is not None:
             adapter.require()
-        config = self._config()
-        with show.status(f"loading {self.target}"):
-            target = ej.load_target(self.target or "", dtype=self.dtype)
+        target = methods.load_target(self.target or "", dtype=self.dtype)
+        with show.status("reading the draft"):
             bound = methods.proposer_from(target, config)
             tracer = Tracer(target, bound)
             sides = export_target(target), export_draft(bound)

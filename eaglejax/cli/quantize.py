@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import rich.table
 import tyro
 
 import eaglejax as ej
-from eaglejax.api import encode_prompt
-from eaglejax.checkpoint.hf import QuantizedForm
-from eaglejax.checkpoint.quantized.own.marker import is_packed, packed_leaves
-from eaglejax.checkpoint.quantized.parts import kind_of
-from eaglejax.checkpoint.quantized.read import label
-from eaglejax.checkpoint.quantized.write import check_form, check_output, write_quantized
-from eaglejax.cli import show
-from eaglejax.config import BadRow, read_prompts
+from eaglejax.checkpoint.files import check_output
+from eaglejax.cli import methods, show
+from eaglejax.config import BadRow, PromptRow, read_prompts
 from eaglejax.errors import ConfigError
-from eaglejax.models import decoder, memory
-from eaglejax.models.config import ModelConfig
-from eaglejax.nn.visible import Causal
-from eaglejax.quant.array import QuantArray
-from eaglejax.quant.calibrate import calibrate
-from eaglejax.quant.kv import calibrate_cache
-from eaglejax.quant.quantize import quantize_target
-from eaglejax.quant.schemes import DEFAULT_EXCLUDE, SCHEMES, Plan, get_scheme, scheme_name
-from eaglejax.rotation.rotate import Rotation, rotate_target
+from eaglejax.quant.schemes import DEFAULT_EXCLUDE, SCHEMES, Plan, QuantizedForm, get_scheme, scheme_name
 
 Turn = Literal["hadamard", "random", "block"]
 Truth = Annotated[bool | None, tyro.conf.FlagConversionOff]
@@ -108,11 +90,17 @@ class Quantize:
         rotation = self._rotation_kind()
         if self.save_quantized:
             check_output(self.output_path, overwrite=self.overwrite)
-        with show.status(f"loading {self.model_path}"):
-            source = ej.load_target(self.model_path, dtype=self.dtype)
-            # How keys and values are held is this command's to say, and scales belong to the weights as read.
-            source = dataclasses.replace(source, cache_format=None, cache_scales=None)
-        prompts = self._prompts(source)
+        rows = self._rows()
+        source = methods.load_target(self.model_path, dtype=self.dtype)
+        # How keys and values are held is this command's to say, and scales belong to the weights as read.
+        source = dataclasses.replace(source, cache_format=None, cache_scales=None)
+        from eaglejax.checkpoint.quantized.write import check_form, write_quantized
+        from eaglejax.measure.quantized import layer_errors, matrix_report
+        from eaglejax.models import memory
+        from eaglejax.quant.calibrate import calibrate
+        from eaglejax.quant.quantize import quantize_target
+
+        prompts = self._prompts(source, rows)
         original = source.nbytes
         if rotation is not None or self.online_rot:
             memory.require_free("a rotated copy of the weights", source.nbytes, TOO_LARGE)
@@ -172,8 +160,7 @@ class Quantize:
             raise ConfigError(f"{what} must be calibrated; name a prompt file with --calib-prompts")
         if self.calib_samples is not None and self.calib_prompts is None:
             raise ConfigError("--calib-samples counts prompts of --calib-prompts; name that file")
-        if self.calib_samples is not None and self.calib_samples < 1:
-            raise ConfigError(f"--calib-samples is {self.calib_samples}; it must be 1 or more")
+        methods.check_count("--calib-samples", self.calib_samples)
         places = {
             "eaglejax": tuple(CACHES.values()),
             "modelslim": (None, "int8"),
@@ -197,90 +184,41 @@ class Quantize:
         return kind
 
     def _rotated(self, target: ej.Target, kind: Turn | None) -> ej.Target:
+        from eaglejax.rotation.rotate import Rotation, rotate_target
+
         size = target.config.hidden_size
         rotation = None if kind is None else Rotation(kind, size, self.seed or 0, self.rot_block_size)
         return rotate_target(target, rotation, r3=self.online_rot, r4=self.online_rot)
 
-    def _prompts(self, target: ej.Target) -> list[list[int]]:
-        """Token ids of the calibration prompts, or of the one text that there is without."""
-        most = min(LONGEST, target.context)
+    def _rows(self) -> list[PromptRow]:
+        """The calibration prompts. Raises ConfigError where some cannot be read."""
         if self.calib_prompts is None:
-            return [target.need_tokenizer().encode(PROBE)[:most]]
-        rows = read_prompts(
-            self.calib_prompts, limit=SAMPLES if self.calib_samples is None else self.calib_samples
-        )
+            return []
+        most = SAMPLES if self.calib_samples is None else self.calib_samples
+        rows = read_prompts(self.calib_prompts, limit=most)
         bad = [row.error for row in rows if isinstance(row, BadRow)]
         if bad:
             raise ConfigError(f"{len(bad)} calibration prompts cannot be read: {bad[0]}")
-        good = [row for row in rows if not isinstance(row, BadRow)]
-        return [list(encode_prompt(target, row.request([], chat=False)))[:most] for row in good]
+        return [row for row in rows if isinstance(row, PromptRow)]
+
+    def _prompts(self, target: ej.Target, rows: Sequence[PromptRow]) -> list[list[int]]:
+        """Token ids of the calibration prompts, or of the one text that there is without."""
+        from eaglejax.api import encode_prompt
+
+        most = min(LONGEST, target.context)
+        if not rows:
+            return [target.need_tokenizer().encode(PROBE)[:most]]
+        return [list(encode_prompt(target, row.request([], chat=False)))[:most] for row in rows]
 
     def _with_cache(
         self, target: ej.Target, cache: str | None, prompts: Sequence[Sequence[int]]
     ) -> ej.Target:
         if cache != "int8" or self.calib_prompts is None:
             return dataclasses.replace(target, cache_format=cache)
+        from eaglejax.quant.kv import calibrate_cache
+
         scales = calibrate_cache(target, prompts)
         return dataclasses.replace(target, cache_format="int8-static", cache_scales=scales)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _outputs(params: Any, config: ModelConfig, tokens: jax.Array, cache: Any) -> tuple[jax.Array, jax.Array]:
-    """(outputs of all layers [N, L, H] f32, logits [N, V]) of one prompt."""
-    n, layers = tokens.shape[1], tuple(range(1, config.num_layers + 1))
-    positions = jnp.arange(n, dtype=jnp.int32)[None]
-    out = decoder.forward(params, config, tokens, positions, cache, Causal(), aux=layers)
-    assert out.aux is not None
-    return out.aux[0].astype(jnp.float32), decoder.unembed(params, config, out.hidden)[0]
-
-
-def layer_errors(before: ej.Target, after: ej.Target, prompt: Sequence[int]) -> dict[str, Any]:
-    """How far the layers' outputs moved on ``prompt``: ``layers``, one number each, and ``logits``.
-
-    Each is the root mean square over tokens of |difference| / |output before|, so that no token of large
-    magnitude speaks for all. Both targets are in the same basis.
-    """
-    tokens = jnp.asarray([list(prompt)], jnp.int32)
-
-    def outputs(target: ej.Target) -> tuple[np.ndarray, np.ndarray]:
-        cache = decoder.init_cache(target.config, 1, tokens.shape[1], target.dtype)
-        return jax.device_get(_outputs(target.params, target.config, tokens, cache))
-
-    (x, logits), (y, moved) = outputs(before), outputs(after)
-
-    def relative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        size = np.maximum(np.sum(a * a, axis=-1), 1e-30)
-        return np.sqrt(np.mean(np.sum((a - b) ** 2, axis=-1) / size, axis=0))
-
-    centred = [z - z.mean(-1, keepdims=True) for z in (logits, moved)]
-    return {
-        "layers": [round(float(e), 6) for e in relative(x, y)],
-        "logits": round(float(relative(*centred)), 6),
-    }
-
-
-def matrix_report(before: ej.Target, after: ej.Target) -> dict[str, Any]:
-    """``matrices``: one object a kind of weight (``layers.*.gate``) with its scheme, number and bytes before
-    and after; ``excluded``: kinds of matrices that stayed as they were, with their number."""
-    old, excluded = packed_leaves(before.params), Counter[str]()
-    kinds: dict[tuple[str, str], dict[str, int]] = {}
-    for path, value in packed_leaves(after.params).items():
-        name = re.sub(r"\.\d+\.", ".*.", path)
-        inner = value
-        while is_packed(inner) and not isinstance(inner, QuantArray):
-            inner = inner.inner
-        if not isinstance(inner, QuantArray):
-            if len(value.shape) > 1:
-                excluded[name] += 1
-            continue
-        row = kinds.setdefault(
-            (name, label([kind_of(inner)])), {"count": 0, "bytes_before": 0, "bytes_after": 0}
-        )
-        row["count"] += 1
-        row["bytes_before"] += sum(leaf.nbytes for leaf in jax.tree.leaves(old[path]))
-        row["bytes_after"] += sum(leaf.nbytes for leaf in jax.tree.leaves(value))
-    matrices = [{"weights": name, "scheme": scheme, **row} for (name, scheme), row in kinds.items()]
-    return {"matrices": matrices, "excluded": dict(excluded)}
 
 
 def _print(report: dict[str, Any]) -> None:

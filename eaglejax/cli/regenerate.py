@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from eaglejax.checkpoint.sources import resolve
 from eaglejax.cli import methods, show
 from eaglejax.config import parse_template_kwargs
+from eaglejax.drafts.places import draft_path
+from eaglejax.sampling_settings import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +55,13 @@ class Regenerate:
 
     def run(self) -> int:
         """The command. Exit status 1 when some row failed."""
+        Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        for name in ("max_new_tokens", "max_prompt_tokens", "turns", "batch_size", "limit"):
+            methods.check_count(f"--{name.replace('_', '-')}", getattr(self, name))
+        resolve(self.target)
+        if self.draft is not None:
+            draft_path(self.draft)
         from eaglejax.checkpoint.files import progress
-        from eaglejax.checkpoint.target import load_target
         from eaglejax.drafts.registry import load_draft
         from eaglejax.train.regenerate import RegenerateOptions, error_file, read_prompt_rows, regenerate
 
@@ -62,11 +70,8 @@ class Regenerate:
             "chat_template_kwargs": parse_template_kwargs(self.chat_template_kwargs)
         }
         options = RegenerateOptions(**{k: v for k, v in given.items() if k in fields})
-        with show.status(f"loading {self.target}"):
-            target = load_target(
-                self.target, dtype=self.dtype, quant=self.quant, eos=methods.token_names(self.eos)
-            )
-            proposer = None if self.draft is None else load_draft(self.draft, target)
+        target = methods.load_target(self.target, dtype=self.dtype, quant=self.quant, eos=self.eos)
+        proposer = None if self.draft is None else load_draft(self.draft, target)
         tokens = 0
         with progress("answers", self.limit) as bar:
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from eaglejax.cli import compiling
 from eaglejax.cli.interrupts import INTERRUPTED, say_and_leave
 from eaglejax.devices import environment
 from eaglejax.errors import EaglejaxError
@@ -36,6 +37,7 @@ def run_command(
         environment.check(os.environ)
         with _warnings_in_a_line():
             status = command.run()
+            compiling.tell()
         sys.stdout.flush()
         return status
     except EaglejaxError as error:

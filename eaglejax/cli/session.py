@@ -12,7 +12,7 @@ import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.cli import methods, show
 from eaglejax.config import BadRow, PromptRow
-from eaglejax.devices import machine
+from eaglejax.devices import cpu, machine
 from eaglejax.errors import EaglejaxError
 from eaglejax.measure import near_ties, profile, timing
 from eaglejax.speculate import metrics
@@ -30,6 +30,12 @@ def plain_in_float32_too() -> bool:
     import jax
 
     return jax.default_backend() == "cpu"
+
+
+def float32_may_be_faster() -> bool:
+    """Whether it is worth its memory to find out: XLA:CPU takes some bfloat16 products slower than float32's,
+    the C++ kernel, which reads half of the bytes, does not."""
+    return plain_in_float32_too() and cpu.bfloat16_products().level is None
 
 
 def float32_beside(target: ej.Target) -> ej.Target | None:
@@ -65,8 +71,9 @@ class Session:
 
     Methods take turns prompt by prompt, so that a change in the machine's load meets all of them. Plain
     decoding goes first, and its answers are what later turns of a conversation see, so that all methods are
-    asked the same. Every run is greedy, alone in its batch, and timed without compilation. ``view``: called
-    with a method's name before its run; what it returns sees the text.
+    asked the same. Every run is greedy, alone in its batch, and timed without compilation. ``decoding``:
+    other fields of ``DecodeOptions``. ``view``: called with a method's name before its run; what it returns
+    sees the text.
     """
 
     def __init__(
@@ -76,9 +83,11 @@ class Session:
         chat: bool = False,
         variables: Mapping[str, Any] | None = None,
         rounds_a_chunk: int = ROUNDS_A_CHUNK,
+        decoding: Mapping[str, Any] | None = None,
         view: Callable[[str], Callable[[str], None]] | None = None,
     ) -> None:
         self._options = {"max_new_tokens": max_new_tokens, "rounds_a_chunk": rounds_a_chunk}
+        self._decoding = dict(decoding or {})
         self._chat, self._variables = chat, variables
         self._view = view
         self._asked: list[tuple[tuple[int, ...], str | None]] = []  # prompt and prediction
@@ -127,6 +136,7 @@ class Session:
                     proposer=proposers[name],
                     prediction=row.predictions[turn] if methods.METHODS[name].reads_prediction else None,
                     **self._options,
+                    **self._decoding,
                 )
                 for name in proposers
             }

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import rich.console
-import rich.progress
 import rich.table
 import rich.text
+
+from eaglejax import json_text
+from eaglejax.checkpoint.files import cache_dir
+from eaglejax.checkpoint.files import progress as progress
+
+MOST_NOTES = 10_000
+"""Marks of notes that are kept; the file is begun anew beyond."""
 
 
 def stderr() -> rich.console.Console:
@@ -34,23 +41,43 @@ def print_note(text: str) -> None:
     stderr().print(text, style="dim", markup=False, soft_wrap=True)
 
 
+def print_notes_once(name: str, path: Path, notes: Sequence[str]) -> None:
+    """Notes on what was understood of the files in ``path``, which the user calls ``name``: each is said
+    once, and again when it or the place changes. What was said is kept in the cache folder; where that cannot
+    be written, notes are said every time."""
+    record = cache_dir() / "notes.txt"
+    try:
+        said = set(record.read_text(encoding="utf-8").split())
+    except OSError:
+        said = set()
+    marks = {hashlib.sha256(ascii((str(path.resolve()), note)).encode()).hexdigest(): note for note in notes}
+    for mark, note in marks.items():
+        if mark in said:
+            continue
+        print_note(f"{name}: {note} (said once; `eaglejax inspect {name}` repeats it)")
+        with contextlib.suppress(OSError):
+            record.parent.mkdir(parents=True, exist_ok=True)
+            if len(said) > MOST_NOTES:
+                record.unlink(missing_ok=True)
+            # One short write: what another process appends meanwhile stays.
+            with record.open("a", encoding="utf-8") as file:
+                file.write(mark + "\n")
+
+
 def print_json(value: Any) -> None:
     """One JSON value on one line of stdout, at once; characters that stdout cannot hold are escaped as JSON
     does it."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    if _for_stdout(text) != text:
-        text = json.dumps(value, ensure_ascii=True, allow_nan=False)
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(json_text.dump(value, encoding=sys.stdout.encoding or "utf-8") + "\n")
     sys.stdout.flush()
 
 
 def write_text(text: str) -> None:
     """Model text on stdout as it comes; characters that stdout cannot hold are shown by their numbers."""
-    sys.stdout.write(_for_stdout(text))
+    sys.stdout.write(for_stdout(text))
     sys.stdout.flush()
 
 
-def _for_stdout(text: str) -> str:
+def for_stdout(text: str) -> str:
     """``text`` with what stdout's encoding cannot hold (on an ASCII terminal, or half a surrogate pair)
     escaped."""
     encoding = sys.stdout.encoding or "utf-8"
@@ -58,21 +85,7 @@ def _for_stdout(text: str) -> str:
 
 
 @contextlib.contextmanager
-def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; the body calls the yielded function once a step."""
-    columns = (
-        rich.progress.TextColumn("{task.description}", markup=False),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeElapsedColumn(),
-    )
-    with rich.progress.Progress(*columns, console=stderr(), transient=True) as bar:
-        task = bar.add_task(text, total=total)
-        yield lambda: bar.advance(task)
-
-
-@contextlib.contextmanager
-def no_progress() -> Iterator[Callable[[], None]]:
+def no_progress() -> Iterator[Callable[..., None]]:
     """In place of :func:`progress` where the text itself shows how far things are."""
     yield lambda: None
 

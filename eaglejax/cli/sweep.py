@@ -14,7 +14,7 @@ import rich.console
 import rich.table
 import tyro
 
-from eaglejax.cli import show
+from eaglejax.cli import methods, show
 from eaglejax.errors import EaglejaxError
 
 if TYPE_CHECKING:
@@ -45,14 +45,12 @@ class Sweep:
     def run(self) -> int:
         """The command. Exit status 1 when a run failed or was interrupted; the same command goes on."""
         from eaglejax.checkpoint.files import only_writer
-        from eaglejax.checkpoint.target import load_target
         from eaglejax.train.features import fingerprint
         from eaglejax.train.sweep import read_sweep, run_key
 
         points = read_sweep(self.config, self.overrides, self.grid)
         base = points[0].settings
-        with show.status(f"loading {base.target}"):
-            target = load_target(base.target, dtype=base.target_dtype, quant=base.target_quant)
+        target = methods.load_target(base.target, dtype=base.target_dtype, quant=base.target_quant)
         session = _Session(target, Path(base.out), [point.settings for point in points])
         mark = fingerprint(target)
         keys = [run_key(point.settings, mark) for point in points]
@@ -281,6 +279,8 @@ def _values(row: Mapping[str, Any]) -> list[str]:
 
 def as_text(table: rich.table.Table) -> str:
     """A table as plain text."""
-    console = rich.console.Console(file=io.StringIO(), width=160, color_system=None, markup=False)
+    console = rich.console.Console(
+        file=io.StringIO(), width=160, color_system=None, markup=False, emoji=False
+    )
     console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]

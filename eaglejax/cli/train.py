@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import rich.progress
 import tyro
 
-from eaglejax.cli import show
+from eaglejax.cli import methods, show
 
 if TYPE_CHECKING:
     from eaglejax.train.settings import TrainSettings
@@ -32,7 +32,6 @@ class Train:
 
     def run(self) -> int:
         """The command. Exit status 1 when the run was interrupted; the same command goes on."""
-        from eaglejax.checkpoint.target import load_target
         from eaglejax.train.plan import make_plan
         from eaglejax.train.plots import plot_run
         from eaglejax.train.prepare import prepare_data, prepare_draft
@@ -42,8 +41,9 @@ class Train:
 
         settings = load_settings(self.config, self.overrides)
         console = show.stderr()
-        with show.status(f"loading {settings.target}"):
-            target = load_target(settings.target, dtype=settings.target_dtype, quant=settings.target_quant)
+        target = methods.load_target(
+            settings.target, dtype=settings.target_dtype, quant=settings.target_quant
+        )
         with show.status("reading the data"):
             data = prepare_data(settings.data, target)
         for line in data.report.lines():

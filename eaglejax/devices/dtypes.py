@@ -1,8 +1,11 @@
-"""Bytes of numbers by dtype, known before jax starts."""
+"""Dtypes by name, known before jax starts: those of weights, and bytes of numbers."""
 
 from __future__ import annotations
 
 from eaglejax.errors import ConfigError
+
+WEIGHT_DTYPES = ("bfloat16", "float32", "float16")
+"""Dtypes that weights are held in."""
 
 BYTES = {
     "float32": 4,
@@ -21,3 +24,9 @@ def dtype_bytes(dtype: str) -> float:
     if dtype not in BYTES:
         raise ConfigError(f"dtype {dtype!r} is not known; use one of {', '.join(BYTES)}")
     return BYTES[dtype]
+
+
+def check_weight_dtype(dtype: str) -> None:
+    """Raises ConfigError for a name of no dtype that weights are held in."""
+    if dtype not in WEIGHT_DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not known; use one of {', '.join(WEIGHT_DTYPES)}")

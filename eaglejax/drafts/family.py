@@ -10,32 +10,19 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
-from eaglejax.config import SpeculativeConfig
 from eaglejax.drafts.align import Reads, align_params
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.detect import check_basis
 from eaglejax.drafts.files import DraftFiles
+from eaglejax.drafts.method import DraftMethod
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.rotation.tables import check_rotation
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftMethod:
-    """A name for ``--method`` and ``--speculative-config``.
-
-    ``settings``: the keys of a SpeculativeConfig that it knows, ``model`` apart. ``options``: what these are
-    as options of ``load_draft``. ``check``: refuses settings that cannot be, before anything is loaded.
-    """
-
-    settings: tuple[str, ...]
-    options: Callable[[SpeculativeConfig], dict[str, Any]]
-    check: Callable[[SpeculativeConfig], None] = lambda config: None
 
 
 class DraftConfig(Protocol):

@@ -10,16 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from eaglejax.checkpoint.demo import DEMO_DRAFTS, demo_draft
-from eaglejax.checkpoint.files import read_json, say_strays, shards_without_index, weight_files, weight_map
-from eaglejax.checkpoint.hf import STEM, open_weights
-from eaglejax.checkpoint.sources import Spec, resolve
+from eaglejax.checkpoint.files import read_json, say_strays, shards_without_index, weight_files
+from eaglejax.checkpoint.hf import open_weights
+from eaglejax.checkpoint.sources import Spec
 from eaglejax.checkpoint.torch_bin import TorchBinFile
+from eaglejax.drafts.places import BIN, PICKLES, SAFETENSORS, draft_path
 from eaglejax.errors import CheckpointError
-
-_SAFETENSORS, _BIN = (STEM, ".safetensors"), ("pytorch_model", ".bin")
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What a repository without safetensors may hold instead: one pickle, or the index of several."""
 
 
 class TensorFile(Protocol):
@@ -58,7 +54,7 @@ class DraftFiles:
     @functools.cached_property
     def names(self) -> frozenset[str]:
         """Names of the tensors as they are stored; none where no weights have a usual name."""
-        found = [] if self.gguf else [weight_files(self.path, *of)[0] for of in (_SAFETENSORS, _BIN)]
+        found = [] if self.gguf else [weight_files(self.path, *of)[0] for of in (SAFETENSORS, BIN)]
         return frozenset(self.tensors.names()) if any(found) else frozenset()
 
 
@@ -85,51 +81,14 @@ def _opened(spec: str, path: Path, signature: tuple[tuple[str, int, int], ...]) 
     return DraftFiles(spec, path, gguf=not path.is_dir())
 
 
-def draft_path(spec: Spec) -> Path:
-    """The local folder, or GGUF file, of a draft; see ``opened``.
-
-    Published drafts may be pickles (``pytorch_model.bin``), which are fetched when there is nothing else;
-    they are read without being run. Raises CheckpointError.
-    """
-    if os.fspath(spec) in DEMO_DRAFTS:
-        return demo_draft(os.fspath(spec))
-    source = resolve(spec)
-    hub = source.kind == "folder" and not Path(source.spec).expanduser().is_dir()
-    if hub and not weight_files(source.path, *_SAFETENSORS)[0]:
-        _fetch_pickles(os.fspath(spec))
-    return source.path
-
-
-def _fetch_pickles(spec: str) -> None:
-    """Download ``pytorch_model.bin`` of a Hub id, or the shards that its index names."""
-    import huggingface_hub
-
-    repo, _, revision = spec.partition("@")
-
-    def fetch(name: str) -> Path:
-        return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision or None))
-
-    single, index = PICKLES
-    try:
-        fetch(single)
-    except (OSError, ValueError) as error:
-        try:
-            for name in sorted(set(weight_map(fetch(index)).values())):
-                fetch(name)
-        except (OSError, ValueError):
-            raise CheckpointError(
-                f"{spec} holds no safetensors weights and its {single} cannot be fetched"
-            ) from error
-
-
 def open_tensors(folder: Path) -> TensorFile:
     """The tensors of a folder: safetensors (one file or sharded), else ``pytorch_model.bin`` (one or
     sharded). Files of other names are not taken for weights."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder; a draft is a folder with config.json and its weights")
-    if weight_files(folder, *_SAFETENSORS)[0]:
+    if weight_files(folder, *SAFETENSORS)[0]:
         return open_weights(folder)
-    paths, places = weight_files(folder, *_BIN)
+    paths, places = weight_files(folder, *BIN)
     if paths:
         file = TorchBinFile(paths)
         lost = sorted(set(places) - set(file.names()))

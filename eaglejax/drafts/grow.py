@@ -9,59 +9,11 @@ parent, so the tree is connected whatever rounding does.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.drafts.limits import MOST_BRANCHING, MOST_DEPTH, MOST_NODES, MOST_POOL, check_count
-from eaglejax.errors import ConfigError
-
-
-@dataclasses.dataclass(frozen=True)
-class DynamicTree:
-    """Size of a dynamic tree.
-
-    ``depth`` D: most drafts that one round can accept, which takes D - 1 draft forwards over K nodes besides
-    the one over the accepted tokens (the official code's ``depth`` option is D - 1; its default 7 is depth 8
-    of the EAGLE-3 paper). ``branching`` K: nodes expanded a level and children of each. ``nodes`` N: tokens
-    that the target scores a round, root included, like the official ``total_token``.
-    """
-
-    depth: int = 6
-    branching: int = 10
-    nodes: int = 60
-
-    def __post_init__(self) -> None:
-        check_count("tree depth", self.depth, MOST_DEPTH)
-        check_count("tree branching", self.branching, MOST_BRANCHING)
-        check_count("tree nodes, which counts the root,", self.nodes, MOST_NODES, least=2)
-        if self.pool > MOST_POOL:
-            raise ConfigError(
-                f"a tree of depth {self.depth} and branching {self.branching} scores {self.pool} nodes; at "
-                f"most {MOST_POOL} are scored a round: take fewer levels or branches"
-            )
-        if self.nodes - 1 > self.pool:
-            raise ConfigError(
-                f"a tree of depth {self.depth} and branching {self.branching} scores {self.pool} nodes; "
-                f"nodes={self.nodes} asks for {self.nodes - 1} of them besides the root"
-            )
-
-    @property
-    def pool(self) -> int:
-        """Nodes that are scored: K + (D - 1) K^2."""
-        return self.branching + (self.depth - 1) * self.branching**2
-
-    @property
-    def reach(self) -> int:
-        """Deepest level that can be in the tree: with N - 1 drafts no path is longer than that."""
-        return min(self.depth, self.nodes - 1)
-
-    @property
-    def is_chain(self) -> bool:
-        """Width 1: node i sits at depth i."""
-        return self.branching == 1
+from eaglejax.drafts.tree import DynamicTree
 
 
 def with_normaliser(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

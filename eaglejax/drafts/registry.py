@@ -1,44 +1,81 @@
 """The families of drafts there are, which of them a folder holds, and ``load_draft``.
 
 What config.json declares goes before what the tensors look like: many kinds share names of tensors, and a
-declared kind that does not run is refused as what it is.
+declared kind that does not run is refused as what it is. Names of methods are known without jax, which a
+family's record imports.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from eaglejax.checkpoint.sources import Spec
-from eaglejax.drafts.base import Bound
-from eaglejax.drafts.draft_model.family import DraftModelFamily
-from eaglejax.drafts.eagle.family import EagleFamily
-from eaglejax.drafts.family import DraftFamily, DraftMethod
-from eaglejax.drafts.files import DraftFiles, opened
-from eaglejax.drafts.known import KNOWN, KnownDraft
+from eaglejax.drafts.draft_model.methods import METHODS as WHOLE_MODEL
+from eaglejax.drafts.eagle.methods import FORM_NAMES
+from eaglejax.drafts.eagle.methods import METHODS as EAGLE
+from eaglejax.drafts.method import DraftMethod
 from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.models.target import Target, weight_dtype
 from eaglejax.naming import known_name
 
-FAMILIES: list[DraftFamily] = [EagleFamily(), DraftModelFamily()]
+if TYPE_CHECKING:
+    from eaglejax.checkpoint.sources import Spec
+    from eaglejax.drafts.base import Bound
+    from eaglejax.drafts.family import DraftFamily
+    from eaglejax.drafts.files import DraftFiles
+    from eaglejax.drafts.known import KnownDraft
+    from eaglejax.models.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A family: its ``methods`` by name, the ``forms`` that it is written in, and its ``record``, which is
+    made when it is asked for."""
+
+    methods: Mapping[str, DraftMethod]
+    forms: tuple[str, ...]
+    record: Callable[[], DraftFamily]
+
+
+def _eagle() -> DraftFamily:
+    from eaglejax.drafts.eagle.family import EagleFamily
+
+    return EagleFamily()
+
+
+def _whole_model() -> DraftFamily:
+    from eaglejax.drafts.draft_model.family import DraftModelFamily
+
+    return DraftModelFamily()
+
+
+ENTRIES: list[Entry] = [Entry(EAGLE, FORM_NAMES, _eagle), Entry(WHOLE_MODEL, (), _whole_model)]
 """In the order in which they are asked about tensors."""
+
+
+def families() -> list[DraftFamily]:
+    """The record of every family, in the order of ``ENTRIES``."""
+    return [entry.record() for entry in ENTRIES]
 
 
 @contextlib.contextmanager
 def registered(family: DraftFamily) -> Iterator[None]:
     """One family more, asked first, while the body runs."""
-    FAMILIES.insert(0, family)
+    entry = Entry(family.methods, family.forms, lambda: family)
+    ENTRIES.insert(0, entry)
     try:
         yield
     finally:
-        FAMILIES.remove(family)
+        ENTRIES.remove(entry)
 
 
 def recognise(files: DraftFiles) -> DraftFamily:
     """The family of a draft. Raises CheckpointError, with its name, for a kind that does not run here."""
-    for family in FAMILIES:
+    from eaglejax.drafts.known import KNOWN
+
+    for family in families():
         if family.declared(files.raw) and not any(kind.declared(files.raw) for kind in KNOWN):
             return family
     for kind in KNOWN:
@@ -47,7 +84,7 @@ def recognise(files: DraftFiles) -> DraftFamily:
     for kind in KNOWN:
         if kind.holds(files):
             raise _refusal(files, kind, "its files say so")
-    for family in FAMILIES:
+    for family in families():
         if family.shown(files):
             return family
     names = sorted(files.tensors.names())
@@ -64,25 +101,37 @@ def _refusal(files: DraftFiles, kind: KnownDraft, why: str) -> CheckpointError:
 
 
 def _runs() -> str:
-    return f"Drafts that run are of these kinds: {', '.join(f.name for f in FAMILIES)}"
+    return f"Drafts that run are of these kinds: {', '.join(f.name for f in families())}"
 
 
 def family_of(proposer: Any) -> DraftFamily | None:
     """The family that made a proposer, None for one without files (n-grams, a prediction)."""
-    return next((family for family in FAMILIES if isinstance(proposer, family.proposer)), None)
+    return next((family for family in families() if isinstance(proposer, family.proposer)), None)
 
 
 def family_reading(file: Any) -> DraftFamily:
     """The family that understood a file. Raises ConfigError for none."""
-    for family in FAMILIES:
+    for family in families():
         if isinstance(file, family.file):
             return family
     raise ConfigError(f"{type(file).__name__} is the file of no family of drafts")
 
 
-def methods() -> dict[str, tuple[DraftFamily, DraftMethod]]:
+def methods() -> dict[str, tuple[Entry, DraftMethod]]:
     """Every family's methods by name."""
-    return {name: (family, method) for family in FAMILIES for name, method in family.methods.items()}
+    return {name: (entry, method) for entry in ENTRIES for name, method in entry.methods.items()}
+
+
+def check_form(form: str, family: DraftFamily | None = None) -> None:
+    """Raises ConfigError for a form that no family (None), or not this one, is written in."""
+    if family is not None:
+        if form not in family.forms:
+            there = ", ".join(family.forms) or "none"
+            raise ConfigError(f"{family.name} drafts have no form {form!r}; they have {there}")
+        return
+    known = list(dict.fromkeys(name for entry in ENTRIES for name in entry.forms))
+    if form not in known:
+        raise ConfigError(f"drafts have no form {form!r}; they have {', '.join(known)}")
 
 
 def read_draft(spec: Spec, *, method: str = "auto", **reading: Any) -> tuple[DraftFamily, Any]:
@@ -91,6 +140,8 @@ def read_draft(spec: Spec, *, method: str = "auto", **reading: Any) -> tuple[Dra
     ``method``: refuse a draft that cannot run so. ``reading``: the family's options of how its files are to
     be understood. Raises CheckpointError or ConfigError that names what is wrong.
     """
+    from eaglejax.drafts.files import opened
+
     files = opened(spec)
     family = recognise(files)
     known = known_name(method, (*family.methods, "auto"))
@@ -123,6 +174,9 @@ def load_draft(
     MismatchError for a draft of another target or in another basis than it, ConfigError for options that
     cannot be.
     """
+    from eaglejax.drafts.files import opened
+    from eaglejax.models.target import weight_dtype
+
     files = opened(spec)
     family = recognise(files)
     reading = {name: options.pop(name) for name in family.reading if name in options}

@@ -1,4 +1,6 @@
-"""Topology of a draft tree: who is whose ancestor, and which shape a fixed tree has.
+"""Topology of a draft tree: which shape a fixed one has, how large a dynamic one is, who is whose ancestor.
+
+Shapes are checked before anything is loaded, so that jax is imported where arrays are made alone.
 
 Nodes are numbered so that a parent comes before its children; node 0 is the root (the last committed token)
 and its own parent. Siblings are tried in the order of their numbers.
@@ -7,14 +9,15 @@ and its own parent. Siblings are tried in the order of their numbers.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from eaglejax.drafts.limits import MOST_BRANCHING, MOST_DEPTH, MOST_NODES, check_count, check_paths
+from eaglejax.drafts.limits import MOST_BRANCHING, MOST_DEPTH, MOST_NODES, MOST_POOL, check_count, check_paths
 from eaglejax.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
 
 
 def ancestors(parent: jax.Array, valid: jax.Array, depth: int) -> jax.Array:
@@ -23,6 +26,8 @@ def ancestors(parent: jax.Array, valid: jax.Array, depth: int) -> jax.Array:
     ``[b, i, j]`` says that j lies on the path from the root to i (both ends included). An invalid node sees
     itself alone, so that its softmax is never empty, and nobody sees it. ``depth`` bounds the tree's depth.
     """
+    import jax.numpy as jnp
+
     n = parent.shape[1]
     eye = jnp.eye(n, dtype=bool)
     reach = jnp.broadcast_to(eye, (parent.shape[0], n, n))
@@ -78,12 +83,57 @@ class StaticTree:
     @property
     def branching(self) -> int:
         """Most children of one node (0 for a lone root)."""
-        return int(np.bincount(self.parent[1:]).max()) if self.nodes > 1 else 0
+        return max(Counter(self.parent[1:]).values(), default=0)
 
     @property
     def is_chain(self) -> bool:
         """Every node has one child at the most, so node i sits at depth i."""
         return self.depth == self.nodes - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicTree:
+    """Size of a dynamic tree.
+
+    ``depth`` D: most drafts that one round can accept, which takes D - 1 draft forwards over K nodes besides
+    the one over the accepted tokens (the official code's ``depth`` option is D - 1; its default 7 is depth 8
+    of the EAGLE-3 paper). ``branching`` K: nodes expanded a level and children of each. ``nodes`` N: tokens
+    that the target scores a round, root included, like the official ``total_token``.
+    """
+
+    depth: int = 6
+    branching: int = 10
+    nodes: int = 60
+
+    def __post_init__(self) -> None:
+        check_count("tree depth", self.depth, MOST_DEPTH)
+        check_count("tree branching", self.branching, MOST_BRANCHING)
+        check_count("tree nodes, which counts the root,", self.nodes, MOST_NODES, least=2)
+        if self.pool > MOST_POOL:
+            raise ConfigError(
+                f"a tree of depth {self.depth} and branching {self.branching} scores {self.pool} nodes; at "
+                f"most {MOST_POOL} are scored a round: take fewer levels or branches"
+            )
+        if self.nodes - 1 > self.pool:
+            raise ConfigError(
+                f"a tree of depth {self.depth} and branching {self.branching} scores {self.pool} nodes; "
+                f"nodes={self.nodes} asks for {self.nodes - 1} of them besides the root"
+            )
+
+    @property
+    def pool(self) -> int:
+        """Nodes that are scored: K + (D - 1) K^2."""
+        return self.branching + (self.depth - 1) * self.branching**2
+
+    @property
+    def reach(self) -> int:
+        """Deepest level that can be in the tree: with N - 1 drafts no path is longer than that."""
+        return min(self.depth, self.nodes - 1)
+
+    @property
+    def is_chain(self) -> bool:
+        """Width 1: node i sits at depth i."""
+        return self.branching == 1
 
 
 def chain(length: int) -> StaticTree:

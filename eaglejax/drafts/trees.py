@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import Literal
 
 from eaglejax.config import SpeculativeConfig
-from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.limits import MOST_DEPTH, check_count
-from eaglejax.drafts.tree import StaticTree, chain, from_choices
+from eaglejax.drafts.tree import DynamicTree, StaticTree, chain, from_choices
 from eaglejax.errors import ConfigError
 
 Default = Literal["dynamic", "static"]

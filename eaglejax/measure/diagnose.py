@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eaglejax.measure import suspects
-from eaglejax.measure.pair import Finding, Pair
+from eaglejax.measure.findings import Finding
+from eaglejax.measure.pair import Pair
 from eaglejax.measure.quality import Acceptance, Texts
 from eaglejax.models.target import Target
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +11,12 @@ import numpy as np
 
 from eaglejax.drafts.registry import family_reading
 from eaglejax.errors import ConfigError
+from eaglejax.measure.findings import STEPS, Finding
 from eaglejax.measure.quality import Acceptance, Features, Texts, acceptance
 from eaglejax.models.target import Target
 
-Verdict = Literal["pass", "fail", "unknown"]
-STEPS = 3
-"""Drafts in a row that are judged."""
 HEALTHY = 0.3
 """First-draft rate from which on no fault can be hiding the others; trained drafts reach 0.5 to 0.8."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """The verdict of one test, what it rests on, and what to do about a failure."""
-
-    test: str
-    verdict: Verdict
-    evidence: str
-    remedy: str | None = None
 
 
 class Pair:

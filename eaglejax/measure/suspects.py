@@ -15,7 +15,8 @@ from eaglejax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from eaglejax.drafts.detect import align_command, fits_any_folding
 from eaglejax.drafts.features import FeatureAdapter
 from eaglejax.errors import EaglejaxError, MismatchError
-from eaglejax.measure.pair import STEPS, Finding, Pair
+from eaglejax.measure.findings import STEPS, Finding
+from eaglejax.measure.pair import Pair
 from eaglejax.measure.quality import Acceptance, Texts
 from eaglejax.models.config import FINAL
 from eaglejax.models.target import Target

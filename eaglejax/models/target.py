@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.errors import ConfigError, RequestError
+from eaglejax.devices.dtypes import check_weight_dtype
+from eaglejax.errors import RequestError
 from eaglejax.kv_format import KVFormat
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import init_params
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from eaglejax.checkpoint.sources import Source
     from eaglejax.checkpoint.tokenizer import Tokenizer
     from eaglejax.rotation.basis import Basis
-
-DTYPES = ("bfloat16", "float32", "float16")
-"""Dtypes that weights are held in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +78,8 @@ def weight_dtype(dtype: Any) -> np.dtype:
     """The dtype a user named, default bfloat16; raises ``ConfigError`` for one that weights are not held
     in."""
     try:
-        found = jnp.dtype("bfloat16" if dtype is None else dtype)
-    except TypeError as error:
-        raise ConfigError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}") from error
-    if found.name not in DTYPES:
-        raise ConfigError(f"dtype {found.name} is not supported for weights; use one of {', '.join(DTYPES)}")
-    return found
+        name = jnp.dtype("bfloat16" if dtype is None else dtype).name
+    except TypeError:
+        name = str(dtype)
+    check_weight_dtype(name)
+    return jnp.dtype(name)

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eaglejax.devices.dtypes import WEIGHT_DTYPES
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import ModelConfig
-from eaglejax.models.target import DTYPES, Target
+from eaglejax.models.target import Target
 from eaglejax.pytree import leaf_paths, unflatten
 from eaglejax.quant.array import QuantArray, column_sums
 from eaglejax.quant.calibrate import InputRange, Statistics, weight_paths
@@ -52,10 +53,10 @@ def quantize_array(
     static scheme without a range.
     """
     array = jnp.asarray(weight)
-    if array.dtype.name not in DTYPES or array.ndim not in (2, 3) or (transposed and array.ndim != 2):
+    if array.dtype.name not in WEIGHT_DTYPES or array.ndim not in (2, 3) or (transposed and array.ndim != 2):
         raise ConfigError(
             f"{where} is {array.dtype.name} {array.shape}; a matrix or a stack of matrices in "
-            f"{', '.join(DTYPES)} can be quantised"
+            f"{', '.join(WEIGHT_DTYPES)} can be quantised"
         )
     rows = array.shape[1 if transposed else -2]
     groups = _groups(rows, scheme, where)

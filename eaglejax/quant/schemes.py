@@ -17,6 +17,9 @@ Activation = Literal["dynamic", "static"]
 Search = Literal["minmax", "mse"]
 """How a weight's scale is found; see ``quant.quantize``."""
 
+QuantizedForm = Literal["eaglejax", "modelslim", "compressed-tensors"]
+"""Layouts of folders with quantised weights."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:

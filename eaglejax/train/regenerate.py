@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eaglejax import json_text
 from eaglejax.checkpoint.files import only_writer
 from eaglejax.conversation import (
     Conversation,
@@ -198,7 +199,7 @@ def regenerate(
         def fail(row: Mapping[str, Any]) -> None:
             counts.failed += 1
             # A run that goes on meets the rows again that failed before.
-            if (line := _line(row)) not in told:
+            if (line := json_text.dump(row)) not in told:
                 told.add(line)
                 _append(bad, line)
 
@@ -306,7 +307,7 @@ def _answer(
                     "completion_ids": result.token_ids,
                     "text": result.text,
                 }
-                _append(file, _line(row))
+                _append(file, json_text.dump(row))
                 counts.written += 1
                 advance(1, len(result.token_ids))
         alive = []
@@ -334,10 +335,6 @@ def _request(ids: tuple[int, ...], options: RegenerateOptions, key: str) -> Requ
         seed=int(key[:8] or "0", 16) & 0x7FFFFFFF,
     )
     return Request(ids, sampling, options.max_new_tokens)
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False)
 
 
 def _append(file: Any, line: str) -> None:

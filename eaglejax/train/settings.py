@@ -297,6 +297,8 @@ def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
 
 def override(table: dict[str, Any], text: str) -> None:
     """Put one ``a.b=value`` into a nested table."""
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(f"override {text!a} is not UTF-8")
     name, sign, value = text.partition("=")
     if not sign or not name.strip():
         raise ConfigError(f"override {text!r} is not of the form section.key=value")

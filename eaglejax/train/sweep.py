@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eaglejax import json_text
 from eaglejax.checkpoint.files import read_json, write_text
-from eaglejax.drafts.files import draft_path
+from eaglejax.drafts.places import draft_path
 from eaglejax.errors import ConfigError
 from eaglejax.identity import digest
 from eaglejax.train.curate import place
@@ -202,4 +203,4 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """``value`` as a file that exists whole or not at all."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, json_text.dump(value, indent=1) + "\n")

@@ -1,36 +1,69 @@
-"""Run a notebook's code cells in order: ``python -m experiments.notebooks.run FILE``.
+"""Run a notebook's code cells in order: ``python -m experiments.notebooks.run FILE [--store]``.
 
 What a notebook kernel does, without one: all cells share one namespace, and a cell that fails is named.
 Notebooks read ``EAGLEJAX_NOTEBOOK_TARGET``, ``EAGLEJAX_NOTEBOOK_DRAFT`` and ``EAGLEJAX_NOTEBOOK_QUICK`` (any
-text: small constants), so that tests can run every cell on a small model.
+text: small constants), so that tests can run every cell on a small model. ``--store`` keeps what the cells
+printed in the file, so that readers see the outputs of a real run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from eaglejax.checkpoint.files import write_text
 
-def code_cells(path: Path) -> list[str]:
-    """Sources of the code cells. Raises ValueError for a file that is no notebook of format 4."""
+
+def read(path: Path) -> dict[str, Any]:
+    """The notebook. Raises ValueError for a file that is no notebook of format 4."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     if notebook.get("nbformat") != 4:
         raise ValueError(f"{path} is no notebook of format 4")
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return notebook
 
 
-def run(path: Path) -> dict[str, Any]:
-    """Execute the notebook; its namespace afterwards. Raises RuntimeError that names the failing cell."""
+def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    """The code cells, in order."""
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+class _Copy(io.StringIO):
+    """Keeps what is printed, and passes it on."""
+
+    def __init__(self, out: Any) -> None:
+        super().__init__()
+        self._out = out
+
+    def write(self, text: str) -> int:
+        self._out.write(text)
+        self._out.flush()
+        return super().write(text)
+
+
+def run(path: Path, *, store: bool = False) -> dict[str, Any]:
+    """Execute the notebook; its namespace afterwards. ``store``: write what each cell printed into the file,
+    once all of them have run. Raises RuntimeError that names the failing cell."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for number, source in enumerate(code_cells(path), start=1):
+    notebook = read(path)
+    for number, cell in enumerate(code_cells(notebook), start=1):
+        printed = _Copy(sys.stdout)
+        code = compile("".join(cell["source"]), f"{path.name}, code cell {number}", "exec")
         try:
-            exec(compile(source, f"{path.name}, code cell {number}", "exec"), namespace)
+            with contextlib.redirect_stdout(printed):
+                exec(code, namespace)
         except Exception as error:
             raise RuntimeError(f"{path.name}, code cell {number}: {error}") from error
+        lines = printed.getvalue().splitlines(keepends=True)
+        cell["execution_count"] = number
+        cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
+    if store:
+        write_text(path, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
     return namespace
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    run(Path(sys.argv[1]), store="--store" in sys.argv[2:])

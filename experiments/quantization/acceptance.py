@@ -27,8 +27,8 @@ from eaglejax.api import encode_prompt
 from eaglejax.cli import show
 from eaglejax.cli.run import run_command
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.registry import load_draft
+from eaglejax.drafts.tree import DynamicTree
 from eaglejax.measure import near_ties
 from eaglejax.models.target import Target
 from eaglejax.train.features import fingerprint

@@ -34,7 +34,9 @@ from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.nn.cache import CacheScales
 from eaglejax.nn.visible import Causal
-from eaglejax.quant import Statistics, as_plan, calibrate, quantize_target
+from eaglejax.quant.calibrate import Statistics, calibrate
+from eaglejax.quant.quantize import quantize_target
+from eaglejax.quant.schemes import as_plan
 from eaglejax.speculate.generate import cache_form
 from eaglejax.train.samples import Sample, read_samples
 from experiments.record import record

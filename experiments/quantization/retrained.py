@@ -17,8 +17,8 @@ from pathlib import Path
 import eaglejax as ej
 from eaglejax.cli import show
 from eaglejax.cli.run import run_command
-from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.registry import load_draft
+from eaglejax.drafts.tree import DynamicTree
 from eaglejax.errors import ConfigError
 from eaglejax.train.settings import TrainSettings, load_settings
 from eaglejax.train.sweep import draft_digest

@@ -22,8 +22,8 @@ import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.cli import show
 from eaglejax.cli.run import run_command
-from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.registry import load_draft
+from eaglejax.drafts.tree import DynamicTree
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.measure import timing
 from eaglejax.models.target import Target

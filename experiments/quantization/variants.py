@@ -13,7 +13,7 @@ import re
 from eaglejax.errors import ConfigError
 from eaglejax.kv_format import KVFormat
 from eaglejax.models.target import Target
-from eaglejax.quant import Statistics
+from eaglejax.quant.calibrate import Statistics
 from eaglejax.rotation.rotate import Rotation, rotate_target
 from experiments.quantization import perplexity
 

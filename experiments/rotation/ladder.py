@@ -33,7 +33,7 @@ from eaglejax.drafts.eagle.files.load import bind, read_weights
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.model import EagleParams
 from eaglejax.drafts.features import FeatureAdapter
-from eaglejax.drafts.files import draft_path
+from eaglejax.drafts.places import draft_path
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.models.target import Target
 from eaglejax.rotation.basis import Basis

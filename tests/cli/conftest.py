@@ -36,3 +36,9 @@ def rows_file(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def _notes_of_this_test(monkeypatch, tmp_path):
+    """What was said of a draft in another test, or to the user, is said again."""
+    monkeypatch.setattr("eaglejax.cli.show.cache_dir", lambda: tmp_path / "cache")

@@ -7,7 +7,7 @@ import pytest
 from tiny_model import PRINTABLE, write_model
 
 import eaglejax as ej
-from eaglejax.cli import demo
+from eaglejax.cli import demo, session
 from eaglejax.devices import machine
 from eaglejax.measure import near_ties, timing
 
@@ -166,6 +166,7 @@ def test_the_demo_shows_and_counts_the_same_texts(run, model, drafts, monkeypatc
         for s in short
     ]
     monkeypatch.setattr(demo, "scenes", lambda quick: tiny if quick else tiny[:1])
+    monkeypatch.setattr(session, "float32_may_be_faster", lambda: True)
 
     status, out, _ = run("demo", "--quick", "--json")
     report = json.loads(out)
@@ -179,8 +180,10 @@ def test_the_demo_shows_and_counts_the_same_texts(run, model, drafts, monkeypatc
         assert (plain["method"], drafted["method"]) == ("ar", method)
         assert plain["token_ids"] == drafted["token_ids"]
 
+    monkeypatch.setattr(session, "float32_may_be_faster", lambda: False)
     status, out, err = run("demo")
     assert status == 0
+    assert "ar_float32" not in err
     assert out.count(plain["text"]) == 2
     assert "--- eagle3 ---" in out
     assert "--- prediction ---" not in out

@@ -10,12 +10,15 @@ import sys
 import time
 import warnings
 
+import jax
 import pytest
 from jax.errors import JaxRuntimeError as DeviceError
 
 import eaglejax as ej
+from eaglejax.cli import compiling
 from eaglejax.cli.main import COMMANDS, main
 from eaglejax.cli.run import run_command
+from kernels_pallas import native
 
 
 @pytest.mark.parametrize(
@@ -41,31 +44,78 @@ def test_the_first_word(capfd, argv, status, words):
     assert (out if status else err) == ""
 
 
-@pytest.mark.parametrize(
-    "argv",
+ABSENT = "./no/such/model"
+GENERATE = ["generate", "--target", ABSENT, "--prompt", "x"]
+BEFORE_JAX = [
+    ["--help"],
+    ["--version"],
+    ["genrate"],
+    *([name, "--help"] for name in COMMANDS),
+    *([name, "--no-such-option"] for name in COMMANDS),
+    ["demo", "extra"],
+    GENERATE,
+    [*GENERATE, "--method", "magic"],
+    [*GENERATE, "--method", "eagle3"],
+    [*GENERATE, "--method", "eagle", "--draft", ABSENT],
+    [*GENERATE, "--draft", ABSENT],
+    [*GENERATE, "--temperature", "-1"],
+    [*GENERATE, "--dtype", "int3"],
+    [*GENERATE, "--quant", "w3a3"],
+    [*GENERATE, "--kv-cache-dtype", "int5"],
+    [*GENERATE, "--draft-kv-cache-dtype", "int5", "--method", "draft_model", "--draft", ABSENT],
+    [*GENERATE, "--speculation", "sometimes"],
     [
-        ["--help"],
-        ["--version"],
-        ["genrate"],
-        ["generate", "--help"],
-        ["generate", "--target", "T"],
-        ["generate", "--target", "T", "--prompt", "x", "--temperature", "-1"],
-        ["bench", "--target", "T", "--prompts", "absent.jsonl"],
-        ["regenerate", "--turns"],
-        ["train"],
-        ["sweep"],
-        ["features"],
+        *GENERATE,
+        "--speculative-config",
+        '{"method": "eagle", "speculative_token_tree": [[1, 0]], "model": "D"}',
     ],
-)
-def test_help_and_refusals_do_not_wait_for_jax(argv):
+    ["bench", "--target", ABSENT, "--prompts", "absent.jsonl"],
+    ["bench", "--target", ABSENT, "--prompts", "PROMPTS"],
+    ["bench", "--target", ABSENT, "--prompts", "PROMPTS", "--methods", "ar,magic"],
+    ["inspect", ABSENT],
+    ["inspect", "demo", "--target", ABSENT],
+    ["convert", "demo", "--to", "sglng", "--output", "O"],
+    ["convert", ABSENT, "--to", "sglang", "--output", "O"],
+    ["convert", "demo", "--to", "sglang", "--output", "O", "--target", ABSENT],
+    ["quantize", "--model-path", ABSENT, "--output-path", "O", "--quant-type", "w3"],
+    ["quantize", "--model-path", ABSENT, "--output-path", "O", "--quant-type", "w8a8"],
+    ["quantize", "--model-path", ABSENT, "--output-path", "O", "--quant-type", "w8a8", "--dtype", "int3"],
+    ["align", "--draft", "demo", "--target", ABSENT, "--out", "O"],
+    ["align", "--draft", "demo", "--target", ABSENT, "--out", "O", "--form", "sglng"],
+    ["align", "--draft", "demo", "--target", ABSENT, "--out", "O", "--method", "procrustes"],
+    ["diagnose", "--target", ABSENT, "--draft", "demo"],
+    ["diagnose", "--target", ABSENT, "--draft", "demo", "--max-new-tokens", "1"],
+    ["diagnose", "--target", ABSENT, "--draft", "demo", "--prompts", "absent.jsonl"],
+    ["regenerate", "--target", ABSENT, "--prompts", "PROMPTS", "--out", "O"],
+    ["regenerate", "--target", ABSENT, "--prompts", "PROMPTS", "--out", "O", "--top-p", "0"],
+    ["features"],
+    ["train"],
+    ["sweep"],
+    ["parity"],
+    ["parity", "--target", ABSENT, "--draft", "demo", "--prompts", "PROMPTS", "--backend", "torch-cpu"],
+    ["parity", "--target", ABSENT, "--draft", "demo", "--prompts", "absent.jsonl", "--record", "O"],
+    ["doctor", "--target", ABSENT],
+]
+
+
+def test_help_and_refusals_do_not_wait_for_jax(tmp_path):
+    """Every command, in one process: what one of them imports would be found behind the next."""
+    (tmp_path / "PROMPTS").write_text('{"prompt": "x"}\n', encoding="utf-8")
     code = (
         "import sys; from eaglejax.cli.main import main\n"
-        f"try:\n    main({argv!r})\nexcept SystemExit:\n    pass\n"
-        "heavy = {'jax', 'torch', 'transformers', 'gguf', 'jinja2'} & set(sys.modules)\n"
-        "sys.exit(f'{heavy} imported' if heavy else 0)"
+        f"for argv in {BEFORE_JAX!r}:\n"
+        "    try:\n        status = main(argv)\n"
+        "    except SystemExit as stop:\n        status = stop.code\n"
+        "    heavy = {'jax', 'torch', 'transformers', 'gguf', 'jinja2'} & set(sys.modules)\n"
+        "    expected = 0 if {'--help', '--version'} & set(argv) else 2\n"
+        "    if heavy or status != expected:\n"
+        "        sys.exit(f'{argv}: status {status}, {heavy} imported')\n"
     )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert child.returncode == 0, child.stderr
+    assert not (tmp_path / "O").exists()
 
 
 def test_every_name_of_the_package_is_found():
@@ -347,3 +397,30 @@ def test_a_disk_that_has_no_room(model, run, tmp_path, monkeypatch):
     assert status == 2
     assert f"takes about 0.00 GiB, and 0.00 GiB are free where {out} is to be" in err
     assert not out.exists()
+
+
+def test_what_was_compiled_is_said_in_a_line(capfd, monkeypatch):
+    compiled = compiling.watch()
+    for event in (compiling.REQUEST, compiling.HIT):
+        compiled.on_event(event)
+    compiled.on_duration(compiling.DONE, 7.0)
+    assert (compiled.programs, compiled.found) == (0, False)
+    monkeypatch.setattr(native, "COMPILE_SECONDS", [2.0, 3.0])
+    compiled.programs, compiled.seconds = 0, 0.0
+    for _ in range(3):
+        compiled.on_event(compiling.REQUEST)
+        compiled.on_duration(compiling.DONE, 0.5)
+        compiled.on_duration("another", 0.5)
+    compiling.tell()
+    assert "compiled 3 programs and 2 kernels for this machine in 6.5 s" in capfd.readouterr().err
+    compiled.on_duration(compiling.DONE, 0.5)
+    compiling.tell()
+    compiling.tell()
+    assert capfd.readouterr().err == ""
+
+
+def test_programs_that_jax_compiles_are_counted():
+    compiled = compiling.watch()
+    before = compiled.programs
+    jax.jit(lambda x: x * 31 + os.getpid())(1.0).block_until_ready()
+    assert compiled.programs == before + 1

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from eaglejax import json_text
 from eaglejax.checkpoint.files import progress
 from eaglejax.cli import show
 
@@ -47,6 +48,31 @@ def test_no_text_is_lost_on_any_terminal(monkeypatch, encoding):
     assert json.loads(first) == value
     assert json.loads(second) == {"text": "caf\u00e9"}
     assert text == ("caf\\xe9 \\ud800" if encoding == "ascii" else "caf\u00e9 \\ud800")
+
+
+def test_notes_on_a_draft_are_said_once(capfd, monkeypatch, tmp_path):
+    for name, notes, said in (
+        ("a[/b]", ["one", "two \ud800"], 2),
+        ("b", ["one", "two \ud800"], 0),
+        ("b", ["one", "three"], 1),
+    ):
+        show.print_notes_once(name, tmp_path, notes)
+        assert capfd.readouterr().err.count("said once; `eaglejax inspect") == said
+    show.print_notes_once("elsewhere", tmp_path / "other", ["one"])
+    assert capfd.readouterr().err.startswith("elsewhere: one (said once")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(show, "cache_dir", lambda: tmp_path / "file")
+    for _ in range(2):
+        show.print_notes_once("b", tmp_path, ["one"])
+        assert capfd.readouterr().err.startswith("b: one")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_json_is_written_whatever_a_name_holds(encoding):
+    value = {"caf\u00e9": ["\udcff", "\u6f22"]}
+    text = json_text.dump(value, encoding=encoding)
+    assert json.loads(text.encode(encoding)) == value
+    assert ("\u6f22" in json_text.dump(["\u6f22"], encoding=encoding)) == (encoding == "utf-8")
 
 
 def test_rows_with_equal_ids_are_all_answered(run, model, rows_file):

@@ -40,10 +40,9 @@ from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files.load import bind
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.eagle.unroll import unroll
-from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.ngram import NGram
 from eaglejax.drafts.prediction import Prediction
-from eaglejax.drafts.tree import StaticTree, chain, from_choices
+from eaglejax.drafts.tree import DynamicTree, StaticTree, chain, from_choices
 from eaglejax.kv_format import FORMATS
 from eaglejax.models.config import LayerSpec
 from eaglejax.models.target import Target

@@ -18,7 +18,7 @@ import torch
 from parity_tools import PROMPTS, ROUNDS, TOKENS, recorded
 
 import eaglejax as ej
-from eaglejax.drafts.grow import DynamicTree
+from eaglejax.drafts.tree import DynamicTree
 from eaglejax.errors import CheckpointError, ConfigError, EaglejaxError
 from eaglejax.interop.backends.torch_cpu import TorchCPU
 from eaglejax.interop.convert.export import export_draft, export_target

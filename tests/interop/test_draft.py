@@ -20,8 +20,7 @@ import torch_cases as cases
 from eaglejax import sampling
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.base import Bound
-from eaglejax.drafts.grow import DynamicTree
-from eaglejax.drafts.tree import chain, from_choices
+from eaglejax.drafts.tree import DynamicTree, chain, from_choices
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.interop.backends.adapter import get_adapter
 from eaglejax.interop.convert import export

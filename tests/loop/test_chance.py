@@ -10,7 +10,7 @@ import pytest
 
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.ngram import NGram
-from eaglejax.drafts.registry import FAMILIES
+from eaglejax.drafts.registry import families
 from eaglejax.models.target import Target
 from eaglejax.speculate.chance import watch
 from eaglejax.speculate.generate import Generation
@@ -22,7 +22,7 @@ ENGLISH = [1, 2, 3, 1, 4, 5, 1, 6, 7, 8] * 4
 
 
 def made_by_eagle() -> object:
-    return object.__new__(next(family.proposer for family in FAMILIES if family.name == "EAGLE"))
+    return object.__new__(next(family.proposer for family in families() if family.name == "EAGLE"))
 
 
 def answer(rounds: int, accepted: int) -> Generation:

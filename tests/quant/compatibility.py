@@ -14,8 +14,10 @@ from eaglejax.cli.methods import METHODS, proposer_from
 from eaglejax.config import SpeculativeConfig
 from eaglejax.kv_format import FORMATS
 from eaglejax.models.target import Target
-from eaglejax.quant import SCHEMES, calibrate, quantize_target
+from eaglejax.quant.calibrate import calibrate
 from eaglejax.quant.kv import calibrate_cache
+from eaglejax.quant.quantize import quantize_target
+from eaglejax.quant.schemes import SCHEMES
 
 PLAIN, PLAIN_CACHE = "float", "float32"
 TREE = "eagle3"

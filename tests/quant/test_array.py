@@ -12,7 +12,10 @@ import pytest
 
 from eaglejax.errors import ConfigError
 from eaglejax.nn.linear import PackedWeight, embedding, grouped_linear, linear
-from eaglejax.quant import InputRange, QuantArray, Scheme, get_scheme, quantize_array
+from eaglejax.quant.array import QuantArray
+from eaglejax.quant.calibrate import InputRange
+from eaglejax.quant.quantize import quantize_array
+from eaglejax.quant.schemes import Scheme, get_scheme
 
 ROWS, COLUMNS, EXPERTS = 24, 16, 3
 SCHEMES = {

@@ -16,7 +16,8 @@ from eaglejax.models.config import LayerSpec
 from eaglejax.models.target import Target
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.norm import rms_norm
-from eaglejax.quant import Statistics, calibrate, quantize_target
+from eaglejax.quant.calibrate import Statistics, calibrate
+from eaglejax.quant.quantize import quantize_target
 
 PROMPTS = [np.random.default_rng(n).integers(0, 32, size).tolist() for n, size in enumerate((1, 7, 21))]
 

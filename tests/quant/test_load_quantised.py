@@ -20,7 +20,10 @@ from eaglejax.checkpoint.target import load_target
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.models import decoder
 from eaglejax.nn.visible import Causal
-from eaglejax.quant import DEFAULT_EXCLUDE, BlockArray, Plan, QuantArray, get_scheme, quantize_target
+from eaglejax.quant.array import QuantArray
+from eaglejax.quant.blocks import BlockArray
+from eaglejax.quant.quantize import quantize_target
+from eaglejax.quant.schemes import DEFAULT_EXCLUDE, Plan, get_scheme
 
 
 @pytest.fixture(autouse=True)

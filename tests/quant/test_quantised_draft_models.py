@@ -12,7 +12,8 @@ from eaglejax.api import generate
 from eaglejax.checkpoint.quantized.write import write_quantized
 from eaglejax.checkpoint.target import load_target
 from eaglejax.drafts.draft_model.load import load_draft_model
-from eaglejax.quant import QuantArray, quantize_target
+from eaglejax.quant.array import QuantArray
+from eaglejax.quant.quantize import quantize_target
 
 PROMPT = [[40, 41, 42, 43, 44]]
 

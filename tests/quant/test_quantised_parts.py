@@ -18,10 +18,10 @@ from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.drafts.registry import load_draft
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import embedding, linear
-from eaglejax.quant import Plan, get_scheme, quantize_target
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.online import HadamardInput, plain
-from eaglejax.quant.quantize import quantize_array
+from eaglejax.quant.quantize import quantize_array, quantize_target
+from eaglejax.quant.schemes import Plan, get_scheme
 from eaglejax.rotation.rotate import rotate_target
 from eaglejax.train.eagle import warm
 from eaglejax.train.eagle.objective import objective_loss, trained_rows

@@ -21,19 +21,10 @@ from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import linear
 from eaglejax.pytree import leaf_paths, unflatten
-from eaglejax.quant import (
-    InputRange,
-    Plan,
-    QuantArray,
-    Statistics,
-    as_plan,
-    calibrate,
-    get_scheme,
-    quantize_array,
-    quantize_target,
-)
-from eaglejax.quant.calibrate import weight_paths
-from eaglejax.quant.schemes import DEFAULT_EXCLUDE
+from eaglejax.quant.array import QuantArray
+from eaglejax.quant.calibrate import InputRange, Statistics, calibrate, weight_paths
+from eaglejax.quant.quantize import quantize_array, quantize_target
+from eaglejax.quant.schemes import DEFAULT_EXCLUDE, Plan, as_plan, get_scheme
 from eaglejax.quant.smooth import plan_smoothing
 from eaglejax.rotation.rotate import rotate_target
 

@@ -20,7 +20,9 @@ from eaglejax.models.config import LayerSpec
 from eaglejax.models.target import Target
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.visible import Causal
-from eaglejax.quant import Plan, calibrate, get_scheme, quantize_target
+from eaglejax.quant.calibrate import calibrate
+from eaglejax.quant.quantize import quantize_target
+from eaglejax.quant.schemes import Plan, get_scheme
 
 SCHEMES = {
     "w8a8": get_scheme("w8a8"),

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from experiments import record
-from experiments.notebooks.run import code_cells, run
+from experiments.notebooks.run import code_cells, read, run
 
 FOLDER = record.ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -37,22 +37,42 @@ def test_train_a_draft_runs_and_its_draft_decodes(small, capsys):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebooks_hold_no_outputs(path):
-    notebook = json.loads(path.read_text())
-    assert notebook["nbformat"] == 4
+def test_notebooks_hold_the_outputs_of_one_whole_run_or_none(path):
+    notebook = read(path)
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+    cells = code_cells(notebook)
+    ran = any(cell["outputs"] for cell in cells)
+    assert [cell["execution_count"] for cell in cells] == [
+        n if ran else None for n in range(1, len(cells) + 1)
+    ]
+    for cell in cells:
+        kinds = [(out["output_type"], out["name"]) for out in cell["outputs"]]
+        assert kinds == [("stream", "stdout")] * (ran and "print(" in "".join(cell["source"]))
+
+
+def test_what_cells_print_is_stored(tmp_path, capsys):
+    path = tmp_path / "n.ipynb"
+    cells = [
+        {"cell_type": "markdown", "source": "# words"},
+        {"cell_type": "code", "source": ["x = 1\n", "print(x)"], "outputs": ["old"], "execution_count": 7},
+        {"cell_type": "code", "source": "x += 1", "outputs": ["old"], "execution_count": None},
+    ]
+    path.write_text(json.dumps({"nbformat": 4, "cells": cells}))
+    assert run(path, store=True)["x"] == 2
+    assert capsys.readouterr().out == "1\n"
+    first, second = code_cells(read(path))
+    assert first["outputs"] == [{"name": "stdout", "output_type": "stream", "text": ["1\n"]}]
+    assert (second["outputs"], first["execution_count"], second["execution_count"]) == ([], 1, 2)
 
 
 def test_a_failing_cell_is_named_and_other_files_are_refused(tmp_path):
     path = tmp_path / "n.ipynb"
     cells = [{"cell_type": "code", "source": ["x = 1\n", "y = 2"]}, {"cell_type": "code", "source": "x / 0"}]
     path.write_text(json.dumps({"nbformat": 4, "cells": cells}))
-    assert code_cells(path)[0] == "x = 1\ny = 2"
+    before = path.read_bytes()
     with pytest.raises(RuntimeError, match="code cell 2: division by zero"):
-        run(path)
+        run(path, store=True)
+    assert path.read_bytes() == before
     path.write_text(json.dumps({"nbformat": 3, "worksheets": []}))
     with pytest.raises(ValueError, match="format 4"):
         run(path)

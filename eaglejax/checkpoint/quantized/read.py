@@ -17,7 +17,6 @@ from eaglejax.checkpoint.hf import (
     DESCRIPTION,
     STEM,
     NormalizedStore,
-    QuantizedForm,
     description_path,
     open_weights,
     plain_name,
@@ -41,6 +40,7 @@ from eaglejax.models.families import from_hf
 from eaglejax.models.memory import require_free
 from eaglejax.nn.cache import CacheScales
 from eaglejax.pytree import leaf_paths, unflatten
+from eaglejax.quant.schemes import QuantizedForm
 from eaglejax.rotation.basis import UNKNOWN_ROTATION, Basis
 
 

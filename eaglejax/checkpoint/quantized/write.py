@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,10 @@ import jax
 import numpy as np
 
 from eaglejax.checkpoint.basis_file import write_basis
-from eaglejax.checkpoint.files import read_json, require_disk
+from eaglejax.checkpoint.files import check_output, fresh_folder, read_json, require_disk
 from eaglejax.checkpoint.gguf.metadata import config_from_metadata
 from eaglejax.checkpoint.gguf.reader import GGUFFile
-from eaglejax.checkpoint.hf import DESCRIPTION, MARKER, STEM, QuantizedForm, index_name
+from eaglejax.checkpoint.hf import DESCRIPTION, MARKER, STEM, index_name
 from eaglejax.checkpoint.names import rules_of
 from eaglejax.checkpoint.quantized.compressed_tensors import config as quant_compressed
 from eaglejax.checkpoint.quantized.compressed_tensors import tensors as compressed_tensors
@@ -36,6 +33,7 @@ from eaglejax.models.target import Target
 from eaglejax.pytree import leaf_paths
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.blocks import is_blocks
+from eaglejax.quant.schemes import QuantizedForm
 from eaglejax.rotation.basis import UNKNOWN_ROTATION
 
 SHARD_BYTES = 4 << 30
@@ -66,7 +64,7 @@ def write_quantized(
 ) -> None:
     """Write ``target`` to the folder ``out``, which appears complete or not at all.
 
-    ``form``: the layout, see ``hf.QuantizedForm``. ``config``: its config.json (None: that of the target's
+    ``form``: the layout, see ``quant.schemes``. ``config``: its config.json (None: that of the target's
     source). ``overwrite``: replace a folder that is there. Raises ConfigError for what the form has no place
     for and for a folder that holds something.
     """
@@ -74,7 +72,7 @@ def write_quantized(
     raw = _stripped(source_config(target) if config is None else config)
     check_output(out, overwrite=overwrite)
     require_disk(out, target.nbytes, f"the quantised {target.name}")
-    with _fresh_folder(out) as folder:
+    with fresh_folder(out) as folder:
         _write_tokenizer(target, folder)
         if target.rotation is not None:
             write_basis(folder, target.rotation)
@@ -85,12 +83,6 @@ def write_quantized(
             **writers[form](target, folder, shard_bytes),
         }
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-
-
-def check_output(out: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that holds something; raises ConfigError."""
-    if out.exists() and (not out.is_dir() or (not overwrite and any(out.iterdir()))):
-        raise ConfigError(f"{out} exists and is not empty; name a new folder, or overwrite it (--overwrite)")
 
 
 def check_form(target: Target, form: QuantizedForm) -> None:
@@ -179,22 +171,6 @@ def _stripped(raw: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in raw.items()
         if key not in own
     }
-
-
-@contextlib.contextmanager
-def _fresh_folder(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its place when the body has run through."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        folder = temporary / "new"
-        folder.mkdir()
-        yield folder
-        if out.exists():
-            os.replace(out, temporary / "old")
-        os.replace(folder, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_tokenizer(target: Target, folder: Path) -> None:

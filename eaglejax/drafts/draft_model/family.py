@@ -7,28 +7,15 @@ from typing import Any, ClassVar
 
 from eaglejax.checkpoint.hf import DESCRIPTION
 from eaglejax.checkpoint.quantized.summary import holds_target
-from eaglejax.config import SpeculativeConfig
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.draft_model.load import DraftModelFile, load_draft_model
+from eaglejax.drafts.draft_model.methods import METHODS
 from eaglejax.drafts.draft_model.proposer import DraftModel
-from eaglejax.drafts.family import DraftFamily, DraftMethod
+from eaglejax.drafts.family import DraftFamily
 from eaglejax.drafts.files import DraftFiles
-from eaglejax.drafts.limits import MOST_DEPTH, check_count
+from eaglejax.drafts.method import DraftMethod
 from eaglejax.errors import ConfigError
-from eaglejax.kv_format import uncalibrated_format
 from eaglejax.models.target import Target
-
-
-def _options(config: SpeculativeConfig) -> dict[str, Any]:
-    named = {"length": config.num_speculative_tokens, "cache_dtype": config.kv_cache_dtype}
-    return {name: value for name, value in named.items() if value is not None}
-
-
-def _check(config: SpeculativeConfig) -> None:
-    if config.num_speculative_tokens is not None:
-        check_count("num_speculative_tokens", config.num_speculative_tokens, MOST_DEPTH)
-    if config.kv_cache_dtype is not None:
-        uncalibrated_format(config.kv_cache_dtype)
 
 
 class DraftModelFamily(DraftFamily):
@@ -37,9 +24,7 @@ class DraftModelFamily(DraftFamily):
     name: ClassVar[str] = "whole model"
     proposer: ClassVar[type] = DraftModel
     file: ClassVar[type] = DraftModelFile
-    methods: ClassVar[Mapping[str, DraftMethod]] = {
-        "draft_model": DraftMethod(("num_speculative_tokens", "kv_cache_dtype"), _options, _check)
-    }
+    methods: ClassVar[Mapping[str, DraftMethod]] = METHODS
     default: ClassVar[str] = "draft_model"
 
     def shown(self, files: DraftFiles) -> bool:

@@ -19,7 +19,8 @@ from eaglejax.drafts.align import check_alignable, final_map, fold_fc, original_
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files.load import head_matrix, read_weights
 from eaglejax.drafts.eagle.files.read import DraftFile
-from eaglejax.drafts.eagle.files.write import FormName, tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
+from eaglejax.drafts.eagle.methods import FormName
 from eaglejax.drafts.eagle.model import Weights, cast
 from eaglejax.errors import ConfigError, MismatchError
 from eaglejax.models.target import Target

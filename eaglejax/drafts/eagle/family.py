@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from eaglejax.config import AuxConvention, SpeculativeConfig
-from eaglejax.drafts import trees
+from eaglejax.config import AuxConvention
 from eaglejax.drafts.eagle import probe
 from eaglejax.drafts.eagle.align_file import align_file, write_aligned
 from eaglejax.drafts.eagle.config import EagleConfig
@@ -19,47 +18,17 @@ from eaglejax.drafts.eagle.files.names import plain_name
 from eaglejax.drafts.eagle.files.read import DraftFile, read_draft
 from eaglejax.drafts.eagle.files.report import report, rows
 from eaglejax.drafts.eagle.files.settings import KEY
-from eaglejax.drafts.eagle.files.write import FORMS, tensors_of_file, write_draft
+from eaglejax.drafts.eagle.files.write import tensors_of_file, write_draft
+from eaglejax.drafts.eagle.methods import FORM_NAMES, METHODS
 from eaglejax.drafts.eagle.model import EagleParams
 from eaglejax.drafts.eagle.proposer import Eagle
-from eaglejax.drafts.family import DraftFamily, DraftMethod
+from eaglejax.drafts.family import DraftFamily
 from eaglejax.drafts.files import DraftFiles
 from eaglejax.drafts.known import class_names, stated_types
-from eaglejax.errors import ConfigError
-from eaglejax.kv_format import uncalibrated_format
+from eaglejax.drafts.method import DraftMethod
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.target import Target
 from eaglejax.rotation.basis import Basis
-
-_STATIC = ("num_speculative_tokens", "speculative_token_tree", "draft_sample", "draft_temperature")
-_DYNAMIC = ("tree_depth", "tree_branching", "tree_nodes")
-_ANY_TREE = ("min_confidence", "kv_cache_dtype")
-_EVERY = (*_STATIC, *_DYNAMIC, *_ANY_TREE, "aux_convention")
-_OPTIONS = {
-    "draft_sample": "sample",
-    "draft_temperature": "temperature",
-    "min_confidence": "min_confidence",
-    "kv_cache_dtype": "cache_dtype",
-    "aux_convention": "aux_convention",
-}
-
-
-def _options(method: str, default: trees.Default) -> Callable[[SpeculativeConfig], dict[str, Any]]:
-    def options(config: SpeculativeConfig) -> dict[str, Any]:
-        given = {new: value for key, new in _OPTIONS.items() if (value := getattr(config, key)) is not None}
-        return {"method": method, "tree": trees.tree_of(config, default), **given}
-
-    return options
-
-
-def _check(config: SpeculativeConfig) -> None:
-    if config.aux_convention not in (None, *get_args(AuxConvention)):
-        raise ConfigError(
-            f"aux_convention is {config.aux_convention!r}; it is one of {', '.join(get_args(AuxConvention))}"
-        )
-    if config.kv_cache_dtype is not None:
-        uncalibrated_format(config.kv_cache_dtype)
-    trees.check(config)
 
 
 class EagleFamily(DraftFamily):
@@ -69,15 +38,10 @@ class EagleFamily(DraftFamily):
     proposer: ClassVar[type] = Eagle
     file: ClassVar[type] = DraftFile
     probe: ClassVar[Any] = probe
-    methods: ClassVar[Mapping[str, DraftMethod]] = {
-        "eagle": DraftMethod(_EVERY, _options("auto", "dynamic"), _check),
-        "eagle1": DraftMethod((*_STATIC, *_ANY_TREE), _options("eagle1", "static"), _check),
-        "eagle2": DraftMethod((*_DYNAMIC, *_ANY_TREE), _options("eagle2", "dynamic"), _check),
-        "eagle3": DraftMethod(_EVERY, _options("eagle3", "dynamic"), _check),
-    }
+    methods: ClassVar[Mapping[str, DraftMethod]] = METHODS
     default: ClassVar[str] = "eagle"
     reading: ClassVar[tuple[str, ...]] = ("aux_convention", "aux")
-    forms: ClassVar[tuple[str, ...]] = tuple(FORMS)
+    forms: ClassVar[tuple[str, ...]] = FORM_NAMES
 
     def declared(self, raw: Mapping[str, Any]) -> str | None:
         """A type or a class name with EAGLE in it, or eaglejax's own block about a head."""

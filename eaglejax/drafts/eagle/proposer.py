@@ -23,9 +23,8 @@ from eaglejax.drafts.base import Draft, Needs, Observation, Proposal, Proposer
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.model import EagleParams
-from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.static import static_draft
-from eaglejax.drafts.tree import StaticTree
+from eaglejax.drafts.tree import DynamicTree, StaticTree
 from eaglejax.errors import ConfigError
 from eaglejax.kv_format import KVFormat, uncalibrated_format
 from eaglejax.nn.cache import Cache

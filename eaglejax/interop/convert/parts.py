@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eaglejax.drafts.grow import DynamicTree
-from eaglejax.drafts.tree import StaticTree
+from eaglejax.drafts.tree import DynamicTree, StaticTree
 from eaglejax.errors import ConfigError
 from eaglejax.interop.models.specs import MoeSpec, RopeSpec, TreeSpec
 from eaglejax.nn.moe import MoeConfig

@@ -259,7 +259,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest and its hash; the manifest comes last, so that half a bundle is none."""
-    text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False).encode()
+    text = json.dumps(manifest, indent=1, allow_nan=False).encode()
     _replace(folder / "manifest.sha256", hashlib.sha256(text).hexdigest().encode() + b"\n")
     _replace(folder / "manifest.json", text)
 

@@ -170,5 +170,8 @@ def main(folder: Path, argv: Sequence[str] | None = None) -> int:
     except EaglejaxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(result, ensure_ascii=False, allow_nan=False) if options.json else report.text(result))
+    text = json.dumps(result, allow_nan=False) if options.json else report.text(result)
+    # Names of prompts may hold what a terminal cannot.
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
     return 0 if result["agrees"] else 1

@@ -230,7 +230,9 @@ def test_weights_in_memory_are_written_as_files_are(tmp_path):
         assert jax.tree.structure(again) == jax.tree.structure(weights)
         for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(weights), strict=True):
             np.testing.assert_array_equal(a, b)
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(
+        ConfigError, match=r"not empty: it holds config\.json, model\.safetensors; name a new"
+    ):
         write_draft(tmp_path / name, config, tensors_of_weights(config, weights), None, to="safeailab")
     assert not list(tmp_path.rglob("*.part"))
 
@@ -285,3 +287,17 @@ def test_convert_command(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["form"] == "modelopt"
     assert read_draft(tmp_path / "out").config == read_draft(folder).config
+
+
+def test_a_form_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+    folder, before = original(tmp_path), {}
+
+    def fail(path, text):
+        before.update(path=path, text=text)
+        raise OSError("no space")
+
+    monkeypatch.setattr("eaglejax.drafts.eagle.files.write.write_text", fail)
+    with pytest.raises(OSError, match="no space"):
+        Convert(str(folder), "modelopt", tmp_path / "out").run()
+    assert before["path"].name == "config.json"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name]

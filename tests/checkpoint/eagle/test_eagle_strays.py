@@ -12,7 +12,7 @@ from eagle_files import FLAT, MADE, draft, maps, midlayer, rename, save
 
 from eaglejax.checkpoint.hf import open_weights
 from eaglejax.drafts.eagle.files.read import read_draft
-from eaglejax.drafts.files import draft_path
+from eaglejax.drafts.places import draft_path
 from eaglejax.errors import CheckpointError
 
 TENSORS = rename(MADE.tensors, midlayer) | maps(MADE)

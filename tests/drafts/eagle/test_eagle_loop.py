@@ -17,8 +17,7 @@ from width_tools import Turns
 
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.eagle.proposer import Eagle
-from eaglejax.drafts.grow import DynamicTree
-from eaglejax.drafts.tree import chain, from_choices
+from eaglejax.drafts.tree import DynamicTree, chain, from_choices
 from eaglejax.sampling import Sampling
 from eaglejax.speculate.state import UNREAD
 

@@ -12,8 +12,7 @@ import pytest
 from eagle_cases import CONFIGS, features_of, greedy_rows, make, numpy_weights, observation
 
 from eaglejax.drafts.eagle.proposer import Eagle
-from eaglejax.drafts.grow import DynamicTree
-from eaglejax.drafts.tree import ancestors
+from eaglejax.drafts.tree import DynamicTree, ancestors
 from eaglejax.speculate.verify import verify
 
 WIDTH = 8

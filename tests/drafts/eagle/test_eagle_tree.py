@@ -14,8 +14,7 @@ from eagle_cases import CONFIGS, EAGLE1, EAGLE3, REDUCED, features_of, greedy_ro
 from eaglejax import sampling
 from eaglejax.drafts import grow as eagle_tree
 from eaglejax.drafts.eagle.proposer import Eagle
-from eaglejax.drafts.grow import DynamicTree
-from eaglejax.drafts.tree import chain, from_choices
+from eaglejax.drafts.tree import DynamicTree, chain, from_choices
 from eaglejax.errors import ConfigError
 from eaglejax.sampling import Sampling
 

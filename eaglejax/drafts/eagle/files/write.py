@@ -12,12 +12,12 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
-from eaglejax.checkpoint.files import write_text
+from eaglejax.checkpoint.files import check_output, fresh_folder, write_text
 from eaglejax.checkpoint.safetensors_io import Pending, write_safetensors
 from eaglejax.drafts.eagle.config import EagleConfig, default_boundaries
 from eaglejax.drafts.eagle.files.dialects import write_config
@@ -26,13 +26,13 @@ from eaglejax.drafts.eagle.files.names import IGNORABLE, rules
 from eaglejax.drafts.eagle.files.read import DraftFile
 from eaglejax.drafts.eagle.files.settings import ARCHITECTURE
 from eaglejax.drafts.eagle.files.vocabulary import looks_absolute
+from eaglejax.drafts.eagle.methods import FormName
 from eaglejax.drafts.eagle.model import Weights, param_table
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.pytree import leaf_paths
 from eaglejax.quant.online import plain
 
-FormName = Literal["safeailab", "sglang", "speculators", "modelopt", "eaglejax"]
 Tensors = dict[str, Pending]
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -89,7 +89,7 @@ _FIRST_BLOCK = (
 )
 _HEAD_NORM = ("no norm before the head", lambda c: c.version == 3 and not c.head_norm)
 
-FORMS: dict[str, Form] = {
+FORMS: dict[FormName, Form] = {
     "safeailab": Form(
         (1, 3),
         "midlayer.",
@@ -219,8 +219,8 @@ def write_draft(
     source: Mapping[str, Any] | None = None,
     verifier: str | None = None,
 ) -> list[str]:
-    """Write a draft to the new folder ``out`` (config.json, model.safetensors); sentences on what was
-    decided.
+    """Write a draft to the new folder ``out`` (config.json, model.safetensors), which appears complete or not
+    at all; sentences on what was decided.
 
     ``tensors``: by plain name. ``ids`` [Vd]: target id of each draft id, or None. ``target``: gives parts
     that the draft borrows and the form wants in the file, and shows whether an embedding that the form has
@@ -237,8 +237,7 @@ def write_draft(
     if wrong:
         raise ConfigError(f"the {to} form cannot hold this draft: it has no place for {', '.join(wrong)}")
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not empty; name a new folder")
+    check_output(out)
     notes: list[str] = []
     tensors = dict(tensors)
     if not form.as_is:
@@ -260,9 +259,9 @@ def write_draft(
             member[full] = True
             tensors["t2d"] = _pending(member)
     document = write_config(to, config, form.architecture[config.version], dtype, source or {}, verifier)
-    out.mkdir(parents=True, exist_ok=True)
-    write_safetensors(out / "model.safetensors", tensors, {"format": "pt"})
-    write_text(out / "config.json", json.dumps(document, indent=2) + "\n")
+    with fresh_folder(out) as folder:
+        write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
+        write_text(folder / "config.json", json.dumps(document, indent=2) + "\n")
     return notes
 
 
