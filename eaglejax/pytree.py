@@ -9,30 +9,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+from flax.struct import dataclass as dataclass  # re-exported: a frozen dataclass registered as a pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-T = TypeVar("T")
 
 
 def static(**kwargs: Any) -> Any:
     """A dataclass field that is part of the tree structure (hashable, a compile-time constant)."""
-    return dataclasses.field(metadata={"pytree_node": False}, **kwargs)
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(static, dataclasses.field))
-def dataclass(cls: type[T]) -> type[T]:
-    """A frozen dataclass that is a pytree: its fields are children, in their order, but for static ones. Its
-    method ``replace`` is ``dataclasses.replace``."""
-    made = dataclasses.dataclass(frozen=True)(cls)
-    nodes: dict[bool, list[str]] = {True: [], False: []}
-    for field in dataclasses.fields(made):  # type: ignore[arg-type]
-        nodes[field.metadata.get("pytree_node", True)].append(field.name)
-    made.replace = dataclasses.replace  # type: ignore[attr-defined]
-    return jax.tree_util.register_dataclass(made, data_fields=nodes[True], meta_fields=nodes[False])
+    return flax.struct.field(pytree_node=False, **kwargs)
 
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
