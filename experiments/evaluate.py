@@ -203,6 +203,7 @@ def measure(
                     rows,
                     chat=settings.chat,
                     predicts=False,
+                    speculation="fixed",
                     sampling=[
                         ej.Sampling(temperature=temperature, seed=settings.seed + at + n)
                         for n in range(len(rows))

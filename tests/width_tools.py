@@ -27,8 +27,10 @@ class Turns(WidthPolicy[jax.Array]):
     def drafts(self, memory: jax.Array, menu: tuple[int, ...]) -> jax.Array:
         return memory % (len(menu) + self.rest) >= self.rest
 
-    def choose(self, memory: jax.Array, menu: tuple[int, ...], scores: jax.Array) -> jax.Array:
-        del scores
+    def choose(
+        self, memory: jax.Array, menu: tuple[int, ...], scores: jax.Array, depths: jax.Array
+    ) -> jax.Array:
+        del scores, depths
         turn = memory % (len(menu) + self.rest) - self.rest
         return len(menu) - 1 - jnp.maximum(turn, 0)
 
@@ -49,7 +51,9 @@ class Likely(WidthPolicy[tuple[()]]):
         del menu
         return ()
 
-    def choose(self, memory: tuple[()], menu: tuple[int, ...], scores: jax.Array) -> jax.Array:
-        del memory
+    def choose(
+        self, memory: tuple[()], menu: tuple[int, ...], scores: jax.Array, depths: jax.Array
+    ) -> jax.Array:
+        del memory, depths
         good = scores.max(0)[jnp.asarray(menu[:-1])] >= self.least
         return jnp.where(good[-1], len(menu) - 1, 0) if self.ahead else jnp.cumprod(good).sum()

@@ -103,6 +103,7 @@ class Bench:
             console = show.stderr()
             title = f"{self.target}, {session.best_ar} is the fastest AR"
             console.print(show.stats_table(title, report["methods"].items()))
+            show.print_widths(report["methods"].items())
             if self.profile:
                 console.print(show.profile_table("where a round's time goes", report["methods"].items()))
         for error in report["errors"]:

@@ -143,7 +143,10 @@ def decode_pair(target: ej.Target, file: Any, prompts: Sequence[str], max_new_to
     config, params = family.bind(file, target, target.dtype)
     chat = target.need_tokenizer().chat_template is not None
     requests = [Request(ids, ej.Sampling(), max_new_tokens) for ids in encoded(target, prompts, chat=chat)]
-    run = BatchDecoder(target, family.make(config, {"tree": ej.chain(STEPS)}), params, requests)
+    options = ej.DecodeOptions(speculation="fixed")
+    run = BatchDecoder(
+        target, family.make(config, {"tree": ej.chain(STEPS)}), params, requests, options=options
+    )
     for _ in run:
         pass
     return total(r.stats for r in run.results())

@@ -19,6 +19,9 @@ from eaglejax.errors import ConfigError
 if TYPE_CHECKING:
     from eaglejax.models.config import ModelConfig
 
+MOST_COSTS = 8
+"""Tables of costs that are printed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
@@ -45,6 +48,7 @@ def examine(target: str | None = None) -> dict[str, Any]:
     # A model that is not there is told before anything is measured.
     config = None if target is None else target_config(target)
     from eaglejax.devices import cpu, machine
+    from eaglejax.speculate import costs
 
     startup = devices.prepare()
     adapter = devices.current()
@@ -69,6 +73,7 @@ def examine(target: str | None = None) -> dict[str, Any]:
         "cpu_flags": dataclasses.asdict(startup.cpu_flags),
         "compile_cache": dataclasses.asdict(startup.compile_cache),
         "home": str(compile_cache.home(os.environ)),
+        "speculation_costs": costs.stored(),
         "self_test": self_test(),
         "peak_memory_gib": round(machine.peak_memory_bytes() / machine.GIB, 2),
     }
@@ -125,7 +130,7 @@ def self_test() -> dict[str, Any]:
     target = ej.random_target(tiny_config(), seed=0)
     prompt = [1, 2, 3, 4, 1, 2, 3]
     plain, drafted = (
-        ej.generate(target, prompt, proposer=proposer, max_new_tokens=24)
+        ej.generate(target, prompt, proposer=proposer, max_new_tokens=24, speculation="fixed")
         for proposer in (None, ej.NGram(length=3))
     )
     return {
@@ -166,6 +171,28 @@ def _times(milliseconds: dict[int, float]) -> str:
     return ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in milliseconds.items())
 
 
+def _costs(report: dict[str, Any]) -> list[str]:
+    """What is known of the costs of speculation on this machine, a line a kind of batch, newest first."""
+    from eaglejax.speculate import costs
+
+    rows = report["speculation_costs"]
+    here = [row for row in rows if row["here"]]
+    if not here:
+        return ["none measured yet; the first batch of a kind measures them"]
+    lines = []
+    for row in here[:MOST_COSTS]:
+        again = ", to be taken again" if row["again"] else ""
+        lines.append(
+            f"{row['model']} of {row['parameters'] / 1e6:.4g} M parameters in {row['dtype']}, "
+            f"{row['draft']} of {row['nodes']} nodes, {row['batch']} x {row['capacity']} slots "
+            f"in {row['cache']}, "
+            f"{row['age'] / 3600:.3g} hours ago: {costs.text(row['widths'], row['seconds'])}; "
+            f"they scatter by {row['spread'] - 1:.0%}{again}"
+        )
+    others = len(rows) - len(here[:MOST_COSTS])
+    return [*lines, f"and {others} more, older or of other machines and settings"] if others else lines
+
+
 def _print(report: dict[str, Any]) -> None:
     place, adapter = report["machine"], report["adapter"]
     table = rich.table.Table(show_header=False, title="eaglejax doctor", title_justify="left")
@@ -200,6 +227,8 @@ def _print(report: dict[str, Any]) -> None:
     cache = report["compile_cache"]
     table.add_row("compilation cache", f"{cache['folder'] or 'off'} ({cache['reason']})")
     table.add_row("downloads", report["home"])
+    for name, value in zip(("costs of rounds", *[""] * MOST_COSTS), _costs(report), strict=False):
+        table.add_row(name, value)
     test = report["self_test"]
     table.add_row(
         "self-test",

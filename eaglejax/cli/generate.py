@@ -231,3 +231,4 @@ class Generate:
     def _table(self, stats: list[tuple[str, dict[str, Any]]]) -> None:
         if stats:
             show.stderr().print(show.stats_table("times include compilation", stats))
+            show.print_widths(stats)

@@ -12,7 +12,7 @@ import eaglejax as ej
 from eaglejax.api import encode_prompt
 from eaglejax.cli import methods, show
 from eaglejax.config import BadRow, PromptRow
-from eaglejax.devices import cpu, machine
+from eaglejax.devices import machine
 from eaglejax.errors import EaglejaxError
 from eaglejax.measure import near_ties, profile, timing
 from eaglejax.speculate import metrics
@@ -30,12 +30,6 @@ def plain_in_float32_too() -> bool:
     import jax
 
     return jax.default_backend() == "cpu"
-
-
-def float32_may_be_faster() -> bool:
-    """Whether it is worth its memory to find out: XLA:CPU takes some bfloat16 products slower than float32's,
-    the C++ kernel, which reads half of the bytes, does not."""
-    return plain_in_float32_too() and cpu.bfloat16_products().level is None
 
 
 def float32_beside(target: ej.Target) -> ej.Target | None:

@@ -114,6 +114,9 @@ def stats_table(title: str, rows: Rows) -> rich.table.Table:
     for heading in ("tokens/s", "tau", "accepted at 1, 2, ...", "tokens", "ttft ms", "tpot ms"):
         table.add_column(heading, justify="right")
     judged = any("speedup_vs_best_ar" in row for _, row in rows)
+    foretold = any(row.get("predicted_speedup") is not None for _, row in rows)
+    if foretold:
+        table.add_column("predicted", justify="right")
     if judged:
         table.add_column("vs fastest AR", justify="right")
         table.add_column("same text as AR", justify="right")
@@ -126,10 +129,26 @@ def stats_table(title: str, rows: Rows) -> rich.table.Table:
             f"{row['ttft_ms']:.0f}",
             f"{row['tpot_ms']:.1f}",
         ]
+        if foretold:
+            speedup = row.get("predicted_speedup")
+            cells.append("-" if speedup is None else f"{speedup:.2f}x")
         if judged:
             cells += [f"{row['speedup_vs_best_ar']:.2f}x", verdict(row)]
         table.add_row(name, *cells)
     return table
+
+
+def print_widths(rows: Rows) -> None:
+    """One line a name whose rounds chose widths: how many of them judged how many nodes."""
+    for name, row in rows:
+        counts = {int(width): count for width, count in row.get("widths", {}).items()}
+        rests = row.get("rests", 0)
+        if rests or len(counts) > 1:
+            # A round without a draft judges one node, as may one whose draft is not worth more.
+            counts[1] = counts.get(1, 0) - rests
+            parts = [f"no draft {rests}"] if rests else []
+            parts += [f"width {width} {count}" for width, count in sorted(counts.items()) if count]
+            print_note(f"rounds of {name}: {', '.join(parts)}")
 
 
 def profile_table(title: str, rows: Rows) -> rich.table.Table:

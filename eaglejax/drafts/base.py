@@ -136,6 +136,13 @@ class Proposer(abc.ABC, Generic[ParamsT, StateT]):
         """Nothing, unless a proposer says otherwise."""
         return Needs()
 
+    @property
+    def draws(self) -> bool:
+        """Whether drafts of sampled rows may be drawn, so that their ``Proposal`` has a q. A proposer whose
+        drafts are a function of the text says False: then no row's text depends on how many are judged (see
+        ``speculate.verify``), and batches that sample may choose widths too."""
+        return True
+
     def inputs(self, requests: Sequence[Request], slots: int) -> Any:
         """On the host: what ``requests`` bring along, as arrays whose first axis is ``slots`` rows.
 

@@ -112,6 +112,11 @@ class NGram(OnChain[None, jax.Array]):
                 "the shortest suffix cannot be longer than the longest"
             )
 
+    @property
+    def draws(self) -> bool:
+        """No: what is looked up follows from the text."""
+        return False
+
     def init(self, params: None, *, batch: int, capacity: int, inputs: Any = ()) -> jax.Array:
         """An empty history, [batch, capacity] int32."""
         del params, inputs

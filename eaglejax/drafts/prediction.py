@@ -73,6 +73,11 @@ class Prediction(OnChain[None, PredictionState]):
         check_count("Prediction: length", self.length, MOST_DEPTH)
         check_count("Prediction: memory", self.memory, MOST_NGRAM)
 
+    @property
+    def draws(self) -> bool:
+        """No: what is looked up follows from the text."""
+        return False
+
     def inputs(self, requests: Sequence[Request], slots: int) -> Predictions:
         """The predicted token ids of each request as padded arrays.
 

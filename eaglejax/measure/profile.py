@@ -68,11 +68,14 @@ def profile(
     rounds_a_chunk: int,
     prediction: Any = None,
 ) -> Profile | None:
-    """Profile a greedy answer to ``prompt``; None where it ends with its first token, without any round."""
+    """Profile a greedy answer to ``prompt``, all drafts judged; None where it ends with its first token,
+    without any round."""
 
     def decoder() -> BatchDecoder:
         request = Request(tuple(prompt), Sampling(), max_new_tokens, prediction=prediction)
-        return decoder_for(target, proposer, [request], 1, DecodeOptions(rounds_a_chunk=rounds_a_chunk))
+        return decoder_for(
+            target, proposer, [request], 1, DecodeOptions(rounds_a_chunk=rounds_a_chunk, speculation="fixed")
+        )
 
     _run(decoder())
     timed, wall = min((_run(decoder()) for _ in range(3)), key=lambda run: run[1])

@@ -20,10 +20,12 @@ from eaglejax.drafts.base import Proposer, Request
 from eaglejax.errors import EaglejaxError
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
-from eaglejax.speculate import costs, metrics, rounds
+from eaglejax.speculate import metrics, rounds
+from eaglejax.speculate.adaptive import Adaptive
 from eaglejax.speculate.admission import check_room
-from eaglejax.speculate.costs import Costs
+from eaglejax.speculate.costs import Kind
 from eaglejax.speculate.options import DecodeOptions, cache_form, capacity_for, power_of_two
+from eaglejax.speculate.pace import Pace
 from eaglejax.speculate.state import UNREAD
 from eaglejax.speculate.stops import TextStream
 
@@ -176,7 +178,7 @@ class BatchDecoder:
             options.verification,
             options.logprobs,
             options.attention,
-            *options.choices(proposer.nodes),
+            *options.choices(proposer, sampled=any(r.sampling.temperature > 0 for r in requests)),
         )
         self.params = rounds.Params(target.params, draft_params)
         self._requests = list(requests)
@@ -192,9 +194,6 @@ class BatchDecoder:
         reach = max(len(r.prompt) + b for r, b in zip(self._requests, budgets, strict=True))
         # All prompts are read before any round, so that no chunk comes behind more than the longest of them.
         unread = UNREAD if self.program.rests else 0
-        self._reach = reach
-        self._adapts = options.speculation == "adaptive" and len(self.program.menu) > 1
-        self._costs: Costs | None = None
         self._capacity = capacity_for(
             (longest, self._width), (reach, proposer.nodes), (reach, max(proposer.depth + 1, unread))
         )
@@ -209,18 +208,20 @@ class BatchDecoder:
             attention=options.attention,
             inputs=self._inputs,
         )
+        self._pace: Pace | None = None
+        if isinstance(self.program.policy, Adaptive) and len(self.program.menu) > 1:
+            size = (self._batch, self._capacity, self._cache_dtype.name)
+            kind = Kind(self.program, self.params, *size, self._rounds_a_chunk, reach, self._inputs)
+            self._pace = Pace(kind)
         self._budgets = budgets + [0] * (self._batch - len(budgets))
         self._finished = False
-        self._widths: dict[int, int] = {}
         self.device_seconds = 0.0
         self.chunks = 0
         self._start = time.perf_counter()
 
     def __iter__(self) -> Iterator[Piece]:
-        if self._adapts:
-            self._costs = costs.table(
-                self.program, self.params, self.start, most=self._rounds_a_chunk, reach=self._reach
-            )
+        if self._pace is not None:
+            self._pace.begin(self.start)
         self._start = time.perf_counter()
         if any(b > 0 for b in self._budgets):
             state = self.prefill()
@@ -231,12 +232,15 @@ class BatchDecoder:
                 state, records, ran = jax.block_until_ready(
                     rounds.jit_run_rounds(self.program, self.params, state, limit, most=self._rounds_a_chunk)
                 )
-                self.device_seconds += time.perf_counter() - begin
+                seconds = time.perf_counter() - begin
+                self.device_seconds += seconds
                 self.chunks += 1
-                state = self._read(state, records, ran)
+                state = self._read(state, records, ran, seconds)
                 yield from self._pieces()
-            if self._costs is not None:
-                self._costs.forget_if_stale(self._widths, self.program.menu, self.device_seconds)
+            policy = state.policy
+            del state
+            if self._pace is not None:
+                self._pace.settle(policy, self.start)
         for index, row in enumerate(self._rows):
             piece = row.piece(index, final=True)
             if piece:
@@ -266,10 +270,7 @@ class BatchDecoder:
             cache_scales=self._cache_scales,
             inputs=self._inputs,
         )
-        if self._costs is None:
-            return state
-        seconds = jax.device_put(np.asarray(self._costs.seconds, np.float32))
-        return dataclasses.replace(state, policy=dataclasses.replace(state.policy, costs=seconds))
+        return state if self._pace is None else self._pace.informed(state)
 
     def chunks_of_prompts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
         """What ``rounds.prefill_chunk`` takes, chunk by chunk: tokens, following, count, last."""
@@ -299,11 +300,13 @@ class BatchDecoder:
         self._finished = bool(done.all())
         return self._between_chunks(state, done)
 
-    def _read(self, state: rounds.DecodeState, records: rounds.Record, ran: jax.Array) -> rounds.DecodeState:
+    def _read(
+        self, state: rounds.DecodeState, records: rounds.Record, ran: jax.Array, seconds: float
+    ) -> rounds.DecodeState:
         records, ran, done = jax.device_get((records, ran, state.done))
+        if self._pace is not None:
+            self._pace.count(records, int(ran), seconds)
         for i in range(int(ran)):
-            width = int(records.width[i, 0])
-            self._widths[width] = self._widths.get(width, 0) + 1
             self._book(jax.tree.map(lambda x, i=i: x[i], records), done, first=False)
         self._finished = bool(done.all())
         return self._between_chunks(state, done)
@@ -325,7 +328,7 @@ class BatchDecoder:
             if row.stopped or row.error:
                 continue
             if record.count[b]:
-                _book_row(row, jax.tree.map(lambda x, b=b: x[b], record), now, first=first)
+                _book_row(row, jax.tree.map(lambda x, b=b: x[b], record), now, self._pace, first=first)
             if not record.finite[b] and not row.stopped:
                 row.error = _no_distribution(len(row.tokens), row.request.sampling)
 
@@ -347,8 +350,8 @@ def _no_distribution(tokens: int, settings: Sampling) -> str:
     return text
 
 
-def _book_row(row: _Row, record: rounds.Record, now: float, *, first: bool) -> None:
-    """Add one row's ``record`` to its books."""
+def _book_row(row: _Row, record: rounds.Record, now: float, pace: Pace | None, *, first: bool) -> None:
+    """Add one row's ``record`` to its books, with what the costs of its ``pace`` say of it."""
     count = int(record.count)
     logprobs = None if record.logprobs is None else np.asarray(record.logprobs)[:count].tolist()
     taken = row.take(np.asarray(record.tokens)[:count].tolist(), logprobs)
@@ -356,6 +359,7 @@ def _book_row(row: _Row, record: rounds.Record, now: float, *, first: bool) -> N
     if first:
         row.first_tokens, row.first_seconds = taken, now
         return
+    said, plain = (0.0, 0.0) if pace is None else pace.said(record)
     row.rounds.append(
         metrics.Round(
             count=taken,
@@ -363,5 +367,8 @@ def _book_row(row: _Row, record: rounds.Record, now: float, *, first: bool) -> N
             drafted=int(record.drafted),
             reach=int(record.reach),
             width=int(record.width),
+            rested=bool(record.rested),
+            said=said,
+            said_plain=plain,
         )
     )

@@ -1,7 +1,9 @@
 """Acceptance and speed, defined once.
 
 A row's history is a list of rounds; each judged ``width`` nodes and emitted ``count`` tokens, of which
-``accepted`` were drafts, out of ``drafted`` real ones that reached depth ``reach``. Counts are trimmed
+``accepted`` were drafts, out of ``drafted`` real ones that reached depth ``reach``; or it ``rested``, and no
+draft was made. Where costs were measured, ``said`` and ``said_plain`` are the seconds that the table gives it
+and a round of plain decoding. Counts are trimmed
 exactly as the text is (end of text, stop strings, limits). The prompt's forward, which yields the first
 token, counts on neither side of any ratio.
 """
@@ -22,6 +24,9 @@ class Round:
     drafted: int
     reach: int
     width: int = 1
+    rested: bool = False
+    said: float = 0.0
+    said_plain: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +39,9 @@ class Stats:
     included. ``accepted_at[i]``: rounds that accepted at least i + 1 drafts; ``reached_at[i]``: rounds that
     accepted i drafts, had proposed a deeper node and did not end before it was judged. ``seconds``: wall time
     from start of the prompt's forward to the last token; ``first_seconds``: to the first token. ``rows``:
-    rows that emitted anything. ``widths``: (width, rounds that judged so many nodes), ascending.
+    rows that emitted anything. ``widths``: (width, rounds that judged so many nodes), ascending. ``rests``:
+    rounds that made no draft though they might have. ``said_seconds``, ``said_plain_seconds``: what the
+    measured costs give these rounds, and plain decoding of the same tokens; 0 where nothing was measured.
     """
 
     num_tokens: int = 0
@@ -49,6 +56,15 @@ class Stats:
     first_seconds: float = 0.0
     rows: int = 0
     widths: tuple[tuple[int, int], ...] = ()
+    rests: int = 0
+    said_seconds: float = 0.0
+    said_plain_seconds: float = 0.0
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """Over plain decoding, by the measured costs of these rounds and not by their own time; None where
+        widths were not chosen by costs."""
+        return self.said_plain_seconds / self.said_seconds if self.said_seconds > 0 else None
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -103,6 +119,8 @@ class Stats:
             "tokens_per_second": self.tokens_per_second,
             "target_forwards": self.target_forwards,
             "widths": {str(width): count for width, count in self.widths},
+            "rests": self.rests,
+            "predicted_speedup": self.predicted_speedup,
             "ttft_ms": self.ttft_ms,
             "tpot_ms": self.tpot_ms,
         }
@@ -128,6 +146,9 @@ def from_rounds(
         first_seconds=first_seconds if first_tokens else 0.0,
         rows=min(first_tokens, 1),
         widths=_histogram((r.width, 1) for r in live),
+        rests=sum(r.rested for r in live),
+        said_seconds=sum(r.said for r in live),
+        said_plain_seconds=sum(r.said_plain * r.count for r in live),
     )
 
 

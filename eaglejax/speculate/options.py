@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, TypedDict
 
 from eaglejax.devices import Attention
+from eaglejax.drafts.base import Proposer
 from eaglejax.drafts.limits import MOST_NODES, check_count
 from eaglejax.errors import ConfigError
 from eaglejax.kv_format import KVFormat, kv_format
@@ -21,7 +23,9 @@ MOST_ROUNDS, MOST_PREFILL, MOST_WIDTHS = 4096, 1 << 16, 16
 """Limits of options: rounds whose records are kept at a time, prompt tokens a forward, and widths, each of
 which is compiled."""
 
-SPECULATIONS = ("fixed", "adaptive")
+SPECULATIONS = ("adaptive", "fixed")
+SPECULATION_VARIABLE = "EAGLEJAX_SPECULATION"
+"""The environment variable that names the speculation of those who ask for none."""
 ADAPTIVE_WIDTHS = (1, 4, 8, 16)
 """Widths that adaptive speculation chooses from, besides the whole draft."""
 
@@ -35,9 +39,10 @@ class DecodeOptions:
     strings, streaming). ``prefill_width``: most prompt tokens a forward, rounded up to a power of two.
     ``cache_dtype``: format of the target's keys and values, by name or dtype, see ``KVFormat`` (None: what
     the target's files ask for, else its dtype); ``cache_scales``: for int8-static, other scales than the
-    target's own. ``speculation``: "fixed" judges all that is drafted, or what ``widths`` and ``policy`` say
-    (see ``Program``); "adaptive" takes each round the width with most expected tokens a second by measured
-    costs, 1 among them (see ``adaptive``; out of ``widths``, where given). ``attention``: how attention is
+    target's own. ``speculation``: "adaptive" takes each round the width with most expected tokens a second by
+    measured costs, 1 among them (see ``adaptive``; out of ``widths``, where given); "fixed" judges all that
+    is drafted, or what ``widths`` and ``policy`` say (see ``Program``). None: as EAGLEJAX_SPECULATION says,
+    else "fixed" where a policy is given and "adaptive" where not. ``attention``: how attention is
     computed (None: as the device's adapter chooses). A narrow cache gives the target another distribution,
     which drafts leave alone as they do any distribution. Raises ConfigError.
     """
@@ -50,15 +55,15 @@ class DecodeOptions:
     cache_dtype: Any = None
     cache_scales: CacheScales | None = None
     attention: Attention | None = None
-    speculation: str = "fixed"
+    speculation: str | None = None
     widths: tuple[int, ...] = ()
     policy: WidthPolicy = dataclasses.field(default_factory=Widest)
 
     def __post_init__(self) -> None:
         if self.verification not in METHODS:
             raise ConfigError(f"verification is {self.verification!r}; it is 'token' or 'block'")
-        if self.speculation not in SPECULATIONS:
-            raise ConfigError(f"speculation is {self.speculation!r}; it is 'fixed' or 'adaptive'")
+        if self.speculation not in (None, *SPECULATIONS):
+            raise ConfigError(f"speculation is {self.speculation!r}; it is 'adaptive' or 'fixed'")
         if self.speculation == "adaptive" and self.policy != Widest():
             raise ConfigError("adaptive speculation has a policy of its own; give a policy with 'fixed'")
         check_count("rounds_a_chunk", self.rounds_a_chunk, MOST_ROUNDS)
@@ -72,11 +77,30 @@ class DecodeOptions:
         if self.cache_dtype is not None:
             object.__setattr__(self, "cache_dtype", kv_format(self.cache_dtype))
 
-    def choices(self, nodes: int) -> tuple[tuple[int, ...], WidthPolicy]:
-        """Widths and policy for a proposer whose drafts have ``nodes``."""
-        if self.speculation == "fixed":
+    @property
+    def adaptive(self) -> bool:
+        """Whether widths follow measured costs. Raises ConfigError for a value of EAGLEJAX_SPECULATION that
+        means nothing."""
+        if self.speculation is not None or self.policy != Widest():
+            return self.speculation == "adaptive"
+        named = os.environ.get(SPECULATION_VARIABLE) or SPECULATIONS[0]
+        if named not in SPECULATIONS:
+            raise ConfigError(f"{SPECULATION_VARIABLE} is {named!r}; it is 'adaptive' or 'fixed'")
+        return named == "adaptive"
+
+    def choices(self, proposer: Proposer, *, sampled: bool) -> tuple[tuple[int, ...], WidthPolicy]:
+        """Widths and policy for drafts of ``proposer``; ``sampled``: whether some row is.
+
+        What adaptive speculation does follows the whole batch and the clock. A text whose drafts are drawn
+        would follow them too, so those are all judged.
+        """
+        if not self.adaptive:
             return self.widths, self.policy
-        return self.widths or (*ADAPTIVE_WIDTHS, nodes), Adaptive()
+        if proposer.nodes == 1:
+            return (), Widest()
+        if sampled and proposer.draws:
+            return tuple(sorted(self.widths)[-1:]), Widest()
+        return self.widths or (*ADAPTIVE_WIDTHS, proposer.nodes), Adaptive()
 
 
 class DecodeChanges(TypedDict, total=False):
@@ -90,7 +114,7 @@ class DecodeChanges(TypedDict, total=False):
     cache_dtype: Any
     cache_scales: CacheScales | None
     attention: Attention | None
-    speculation: str
+    speculation: str | None
     widths: tuple[int, ...]
     policy: WidthPolicy
 

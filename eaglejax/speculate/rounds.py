@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from eaglejax import sampling
 from eaglejax.drafts.base import Draft, Observation, StateT
 from eaglejax.drafts.tree import ancestors
+from eaglejax.errors import EaglejaxError
 from eaglejax.models import decoder
 from eaglejax.nn.visible import Causal, Tree
 from eaglejax.sampling import Purpose
@@ -116,6 +117,7 @@ def prefill_chunk(
         drafted=jnp.zeros_like(kept),
         reach=jnp.zeros_like(kept),
         width=jnp.ones_like(kept),
+        rested=jnp.ones_like(finite),
         finite=finite,
         logprobs=_token_logprobs(logits, first[:, None]) if program.logprobs else None,
     )
@@ -176,15 +178,16 @@ def _draft(program: Program, params: Params, state: DecodeState) -> tuple[Decode
     state = catch_up(program, params, state)
     draft, memory = propose(program, params, state)
     state = dataclasses.replace(state, proposer=memory)
-    menu, first = program.menu, int(program.rests)
+    menu = program.menu
     if len(menu) == 1 and menu[0] == draft.tokens.shape[1]:
         return judge(program, params, state, draft)
 
     draft = _emittable(state, draft)
     order, scores = widths.rank(draft)
     scores = jnp.where(state.done[:, None], 0.0, scores)
+    depths = jnp.take_along_axis(draft.depth, order, axis=1)
     drawn = draft.proposal.q is not None
-    level = widths.decide(program.policy, state.policy, menu, scores, drawn=drawn, first=first)
+    level = widths.decide(program.policy, state.policy, menu, scores, depths, drawn=drawn)
 
     def at(width: int) -> Branch:
         def run(state: DecodeState) -> tuple[DecodeState, tuple[Record, Observation, jax.Array]]:
@@ -195,14 +198,14 @@ def _draft(program: Program, params: Params, state: DecodeState) -> tuple[Decode
 
         return run
 
-    state, (record, seen, path) = _run_one(level - first, [at(width) for width in menu[first:]], state)
+    state, (record, seen, path) = _run_one(level, [at(width) for width in menu], state)
     real = jnp.take_along_axis(draft.valid, order, axis=1) & (record.drafted > 0)[:, None]
     place = jnp.arange(order.shape[1])
     on_path = (path[:, 1:, None] == order[:, None, :]) & (
         jnp.arange(path.shape[1] - 1)[:, None] < record.accepted[:, None, None]
     )
     real = real & (place > 0) & (place < record.width[:, None])
-    judged = widths.Judged(record.width[0], scores, real, on_path.any(axis=1))
+    judged = widths.Judged(jnp.bool_(True), record.width[0], scores, depths, real, on_path.any(axis=1))
     memory = program.policy.update(state.policy, menu, judged)
     return observe(program, params, dataclasses.replace(state, policy=memory), seen), record
 
@@ -226,11 +229,12 @@ def _rest(program: Program, params: Params, state: DecodeState) -> tuple[DecodeS
         features=jax.tree.map(put, unread.features, seen.features),
     )
     size = (state.root.shape[0], program.proposer.nodes)
-    none = jnp.zeros(size, bool)
-    judged = widths.Judged(jnp.int32(1), jnp.zeros(size), none, none)
+    none, zeros = jnp.zeros(size, bool), jnp.zeros(size, jnp.int32)
+    judged = widths.Judged(jnp.bool_(False), jnp.int32(1), jnp.zeros(size), zeros, none, none)
     memory = program.policy.update(state.policy, program.menu, judged)
     state = dataclasses.replace(state, unread=unread, policy=memory)
     state = _run_if((unread.count == last).any(), functools.partial(_read, program, params), state)
+    record = dataclasses.replace(record, rested=jnp.ones_like(record.rested))
     return state, _widen(record, program.proposer.depth + 1)
 
 
@@ -273,7 +277,15 @@ def propose(program: Program, params: Params, state: DecodeState[StateT, MemoryT
     lengths, rows = state.cache.lengths, state.rows
     keys = sampling.fold(sampling.round_keys(rows, lengths), Purpose.DRAFT)
     with scope("draft"):
-        return program.proposer.propose(params.draft, state.proposer, state.root, lengths, rows, keys)
+        draft, memory = program.proposer.propose(
+            params.draft, state.proposer, state.root, lengths, rows, keys
+        )
+    if draft.proposal.q is not None and not program.proposer.draws:
+        raise EaglejaxError(
+            f"{type(program.proposer).__name__} hands on the distribution that its drafts were drawn from, "
+            "but its `draws` is False; a proposer that draws must say so"
+        )
+    return draft, memory
 
 
 @as_compiled_for
@@ -300,7 +312,6 @@ def _verify(
     """``judge`` before the proposer's observation, which comes with the path [B, D+1] of nodes."""
     config, proposer = program.config, program.proposer
     lengths, rows = state.cache.lengths, state.rows
-    keys = sampling.round_keys(rows, lengths)
     draft = _emittable(state, draft)
     _tap_fields("draft/tree", draft, "tokens", "parent", "depth", "valid", "cut_score")
 
@@ -318,7 +329,7 @@ def _verify(
         )
         logits = decoder.unembed(params.target, config, out.hidden)
     processed = sampling.process(logits, rows, draft.tokens, seen_by)
-    verdict = verify(processed, draft, rows, keys, method=program.method)
+    verdict = verify(processed, draft, rows, lengths, method=program.method)
     _tap_fields("verify", verdict, "path", "accepted")
 
     path, accepted = verdict.path, verdict.accepted
@@ -350,6 +361,7 @@ def _verify(
         drafted=jnp.where(state.done, 0, draft.valid.sum(1) - 1),
         reach=jnp.where(draft.valid, draft.depth, 0).max(1),
         width=jnp.full_like(kept, draft.tokens.shape[1]),
+        rested=jnp.zeros_like(finite),
         finite=finite,
         logprobs=_token_logprobs(at_path(logits), tokens) if program.logprobs else None,
     )

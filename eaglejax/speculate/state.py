@@ -109,7 +109,8 @@ class Record:
 
     ``tokens`` [B, D+1] int32, of which ``count`` [B] are real (0 for a row that was done); ``accepted`` [B]:
     drafts among them; ``drafted`` [B]: nodes proposed, root excluded; ``reach`` [B]: depth of the deepest
-    proposed node; ``width`` [B]: nodes judged, root included, the same for all rows; ``finite`` [B] bool: no
+    proposed node; ``width`` [B]: nodes judged, root included, and ``rested`` [B] bool: that nothing was
+    drafted, both the same for all rows; ``finite`` [B] bool: no
     token was lost to logits that are not finite, which end the row; ``logprobs`` [B, D+1] f32 or None:
     log-probability of each token under the target before any sampling transform.
     """
@@ -120,6 +121,7 @@ class Record:
     drafted: jax.Array
     reach: jax.Array
     width: jax.Array
+    rested: jax.Array
     finite: jax.Array
     logprobs: jax.Array | None
 

@@ -4,17 +4,18 @@ target's.
 Notation: p is the target's distribution after the sampling transform, q the distribution that a draft token
 was drawn from. A node's children are tried in the order of their numbers.
 
-One-hot q (a proposal that is a function of the prefix): child x is accepted with probability p(x) / (1 -
-p(tried)); what is left when all are refused is p without them. Each token's probability of coming out is
-p(x), whichever tokens were proposed.
+One-hot q (a proposal that is a function of the prefix): the next token is drawn from p itself, with a key of
+its position alone, and the child that equals it is accepted. A child x passes with probability p(x), the most
+that any rule can give it, and the text is the one that plain decoding draws with the same seed: what is
+proposed, and how much of it is judged, decides about speed and about nothing else.
 
 Sampled q: recursive rejection sampling (Leviathan et al., arXiv:2211.17192, for one child; SpecInfer,
 arXiv:2305.09781, for several). With r = p at first, child x is accepted with probability min(1, r(x) /
 q(x)); a refusal leaves r <- max(r - q, 0), renormalised. Siblings without replacement have q <- q without
 the earlier ones.
 
-Block verification (Sun et al., arXiv:2403.10444, Algorithm 2) decides on a chain's tokens jointly, and
-accepts at least as many in expectation.
+Block verification (Sun et al., arXiv:2403.10444, Algorithm 2) decides on a sampled chain's tokens jointly,
+and accepts at least as many in expectation; for one-hot q nothing accepts more than the rule above.
 
 Numbers: a uniform u in (0, 1) accepts when u < ratio, strictly, so a token of probability zero never
 passes. When a residual has no mass left (p == q up to rounding, where a refusal has probability zero in
@@ -31,7 +32,7 @@ import jax.numpy as jnp
 from eaglejax import pytree
 from eaglejax.drafts.base import Draft, Proposal
 from eaglejax.errors import ConfigError
-from eaglejax.sampling import Cut, Purpose, RowSampling, cut, draw, fold, greedy, prob, uniforms
+from eaglejax.sampling import Cut, Purpose, RowSampling, cut, draw, fold, greedy, prob, round_keys, uniforms
 from eaglejax.sampling_edge import mass
 
 METHODS = ("token", "block")
@@ -49,16 +50,20 @@ class Verdict:
 
 
 def verify(
-    processed: jax.Array, draft: Draft, rows: RowSampling, keys: jax.Array, *, method: str = "token"
+    processed: jax.Array, draft: Draft, rows: RowSampling, lengths: jax.Array, *, method: str = "token"
 ) -> Verdict:
     """Judge ``draft`` by ``processed`` [B, N, V] f32, the target's logits after :func:`sampling.process`.
 
-    ``keys`` [B]: the round's keys (:func:`eaglejax.sampling.round_keys`); the acceptance, residual and bonus
-    draws fold in their own purpose. ``method`` "block" verifies a chain jointly. Greedy rows keep the longest
-    path of argmax tokens, whatever the proposal. Raises ConfigError for another method, for block
-    verification of a tree, and for a chain whose depth is not its number of drafts.
+    ``lengths`` [B] int32: the roots' positions, of which the keys of all draws are made
+    (:func:`eaglejax.sampling.round_keys`), each folding in its own purpose. ``method`` "block" verifies a
+    sampled chain jointly. Greedy rows keep the longest path of argmax tokens, whatever the proposal. Raises
+    ConfigError for another method, for block verification of a tree, and for a chain whose depth is not its
+    number of drafts.
     """
     _check(draft, method)
+    if rows.sampled and draft.proposal.q is None:
+        return _draw_and_match(processed, draft, rows, lengths)
+    keys = round_keys(rows, lengths)
     best = greedy(processed)
     matches = draft.tokens == jnp.take_along_axis(best, draft.parent, axis=1)
     if not rows.sampled:
@@ -71,8 +76,6 @@ def verify(
     rest = None
     if method == "block":
         passed, scale = _block(processed, draft, cuts, luck)
-    elif draft.proposal.q is None:
-        passed = _one_hot(processed, draft, cuts, luck)
     elif draft.chain:
         q = _child_q(draft)
         passed = (q > 0) & (luck * q < _child_p(processed, draft, cuts))
@@ -84,10 +87,8 @@ def verify(
     last = path[:, -1]
     tried = _children(draft, last)
     p = prob(_at(processed, last), _at_node(cuts, last))
-    if draft.proposal.q is None:
-        row = jnp.arange(p.shape[0])[:, None]
-        left = p.at[row, jnp.where(tried, draft.tokens, p.shape[1])].set(0.0, mode="drop")
-    elif rest is None:
+    if rest is None:
+        assert draft.proposal.q is not None
         spent = jnp.where(jnp.any(tried, axis=1)[:, None], _at(draft.proposal.q, last), 0.0)
         left = scale[:, None] * p
         left = _put(left, draft.proposal, jnp.maximum(_pick(left, draft.proposal) - spent, 0.0))
@@ -175,18 +176,31 @@ def _child_q(draft: Draft) -> jax.Array:
     return jnp.where(known, draft.proposal.q[jnp.arange(slot.shape[0])[:, None], draft.parent, slot], 0.0)
 
 
-def _one_hot(processed: jax.Array, draft: Draft, cuts: Cut, luck: jax.Array) -> jax.Array:
-    """Which nodes [B, N] pass once their earlier siblings have been refused; q is one-hot at each."""
-    p = _child_p(processed, draft, cuts)
-    number = jnp.arange(draft.tokens.shape[1])
-    child = draft.valid & (number > 0)
-    before = (draft.parent[:, :, None] == draft.parent[:, None, :]) & child[:, None, :]
-    before = before & (number[None, :] < number[:, None])
-    repeats = jnp.any(before & (draft.tokens[:, :, None] == draft.tokens[:, None, :]), axis=2)
-    p = jnp.where(repeats, 0.0, p)
-    tried = jnp.sum(jnp.where(before, p[:, None, :], 0.0), axis=2)
-    # What is left holds at least the token's own mass, whatever the subtraction rounds to.
-    return luck * jnp.maximum(1.0 - tried, p) < p
+def _draw_and_match(processed: jax.Array, draft: Draft, rows: RowSampling, lengths: jax.Array) -> Verdict:
+    """The path of tokens that p draws by itself, as far as the draft foresaw them; at greedy rows their
+    argmax. A step over all rows at a time, as many as the longest path takes."""
+    best, cuts, sampled = greedy(processed), cut(processed, rows), rows.temperature > 0
+
+    def step(
+        carry: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        path, node, accepted, _, _ = carry
+        p = prob(_at(processed, node), _at_node(cuts, node))
+        keys = fold(round_keys(rows, lengths + accepted), Purpose.BONUS)
+        token = jnp.where(sampled, draw(p, keys), _at(best, node))
+        fits = _children(draft, node) & (draft.tokens == token[:, None])
+        found = jnp.any(fits, axis=1)
+        node = jnp.where(found, jnp.argmax(fits, axis=1).astype(jnp.int32), node)
+        accepted = accepted + found
+        path = jnp.where(jnp.arange(path.shape[1]) >= accepted[:, None], node[:, None], path)
+        return path, node, accepted, token, jnp.any(found)
+
+    root = jnp.zeros(processed.shape[0], jnp.int32)
+    path = jnp.zeros((root.shape[0], draft.max_depth + 1), jnp.int32)
+    carry = (path, root, root, root, jnp.bool_(True))
+    # A row that has stopped draws the same token again with the same key, and finds no child again.
+    path, _, accepted, token, _ = jax.lax.while_loop(lambda carry: carry[-1], step, carry)
+    return Verdict(path, accepted, token)
 
 
 @pytree.dataclass
@@ -265,13 +279,10 @@ def _block(processed: jax.Array, draft: Draft, cuts: Cut, luck: jax.Array) -> tu
     ``joint[i]`` is p_i of the paper, the capped likelihood ratio of the first i drafts; the longest prefix
     whose own test passes is kept.
     """
-    p = _child_p(processed, draft, cuts)
+    p, q = _child_p(processed, draft, cuts), _child_q(draft)
     proposal = draft.proposal
-    if proposal.q is None:
-        ratio = p
-    else:
-        q = _child_q(draft)
-        ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1.0), 0.0)
+    assert proposal.q is not None
+    ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1.0), 0.0)
 
     def extend(joint: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
         joint = jnp.minimum(joint * r, 1.0)
@@ -280,13 +291,9 @@ def _block(processed: jax.Array, draft: Draft, cuts: Cut, luck: jax.Array) -> tu
     first = jnp.ones_like(ratio[:, 0])
     _, joint = jax.lax.scan(extend, first, ratio[:, 1:].T)
     joint = jnp.concatenate([first[:, None], joint.T], axis=1)
-    if proposal.q is None:
-        # max(joint * p - q, 0) with q one-hot at the next draft.
-        surplus = joint * (1.0 - jnp.roll(p, -1, axis=1))
-    else:
-        inside = prob(_pick(processed, proposal), jax.tree.map(lambda x: x[..., None], cuts))
-        surplus = mass(jnp.maximum(joint[..., None] * inside - proposal.q, 0.0))
-        surplus = surplus + joint * _outside(inside, processed)
+    inside = prob(_pick(processed, proposal), jax.tree.map(lambda x: x[..., None], cuts))
+    surplus = mass(jnp.maximum(joint[..., None] * inside - proposal.q, 0.0))
+    surplus = surplus + joint * _outside(inside, processed)
     whole = surplus + 1.0 - joint
     # 0/0: the prefix is certain (joint 1) and p == q after it, so whatever the next draft is it may stay.
     chance = jnp.where(whole > 0, surplus / jnp.where(whole > 0, whole, 1.0), 1.0)

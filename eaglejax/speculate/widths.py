@@ -91,13 +91,16 @@ def lone(root: jax.Array) -> Draft:
 class Judged:
     """What became of a round, for a policy to learn from; arrays [B, N], best node first.
 
-    ``width`` [] int32: nodes that were judged; 1 where nothing was drafted. ``scores`` f32 of the nodes (see
-    :func:`rank`), 0 in rows that are done; ``judged`` bool: real drafts that the target has scored (the root
-    is none, nor is anything of a row that was done); ``accepted`` bool: those that it kept.
+    ``drafted`` [] bool: whether anything was drafted. ``width`` [] int32: nodes that were judged. ``scores``
+    f32 of the nodes (see :func:`rank`), 0 in rows that are done; ``depths`` int32; ``judged`` bool: real
+    drafts that the target has scored (the root is none, nor is anything of a row that was done);
+    ``accepted`` bool: those that it kept.
     """
 
+    drafted: jax.Array
     width: jax.Array
     scores: jax.Array
+    depths: jax.Array
     judged: jax.Array
     accepted: jax.Array
 
@@ -121,12 +124,15 @@ class WidthPolicy(abc.ABC, Generic[MemoryT]):
         return jnp.bool_(True)
 
     @abc.abstractmethod
-    def choose(self, memory: MemoryT, menu: tuple[int, ...], scores: jax.Array) -> jax.Array:
-        """[] int32: index into ``menu`` of the width to judge, by the nodes' ``scores`` [B, N], best first.
+    def choose(
+        self, memory: MemoryT, menu: tuple[int, ...], scores: jax.Array, depths: jax.Array
+    ) -> jax.Array:
+        """[] int32: index into ``menu`` of the width to judge, by the nodes' ``scores`` and ``depths``
+        [B, N], best first.
 
-        The root's is 1, or 0 in a row that is done.
-        A width of 1 is not taken any more, for there is a draft. Where drafts are drawn, scores that may not
-        decide are replaced by the last that may: see ``decide``.
+        The root's score is 1, or 0 in a row that is done. A width of 1 leaves a draft unjudged that has been
+        paid for. Where drafts are drawn, nodes that may not decide are replaced by the last that may: see
+        ``decide``.
         """
 
     def update(self, memory: MemoryT, menu: tuple[int, ...], judged: Judged) -> MemoryT:
@@ -144,9 +150,11 @@ class Widest(WidthPolicy[tuple[()]]):
         del menu
         return ()
 
-    def choose(self, memory: tuple[()], menu: tuple[int, ...], scores: jax.Array) -> jax.Array:
+    def choose(
+        self, memory: tuple[()], menu: tuple[int, ...], scores: jax.Array, depths: jax.Array
+    ) -> jax.Array:
         """The last entry."""
-        del memory, scores
+        del memory, scores, depths
         return jnp.int32(len(menu) - 1)
 
 
@@ -155,24 +163,24 @@ def decide(
     memory: MemoryT,
     menu: tuple[int, ...],
     scores: jax.Array,
+    depths: jax.Array,
     *,
     drawn: bool,
-    first: int = 0,
 ) -> jax.Array:
-    """The policy's choice, [] int32 index into ``menu`` from ``first`` on, such that no token decides whether
+    """The policy's choice, [] int32 index into ``menu``, such that no token decides whether
     it is judged.
 
     ``drawn`` False: the drafts are a function of the text, and so may be any choice by them. True: the widths
-    are gone through in ascending order, and whether to go on from one is asked with the scores that it and
-    the node after it have; a node's score says nothing of its own token. The first width from which the
+    are gone through in ascending order, and whether to go on from one is asked with the nodes that it has and
+    the one after it; a node's score and place say nothing of its own token. The first width from which the
     policy does not go on is the choice.
     """
     if not drawn:
-        return jnp.clip(policy.choose(memory, menu, scores), first, len(menu) - 1)
+        return jnp.clip(policy.choose(memory, menu, scores, depths), 0, len(menu) - 1)
     place = jnp.arange(scores.shape[1])
-    level, going = jnp.int32(first), jnp.bool_(True)
-    for index in range(first, len(menu) - 1):
-        known = jnp.where(place <= menu[index], scores, scores[:, menu[index], None])
-        going = going & (policy.choose(memory, menu, known) > index)
+    level, going = jnp.int32(0), jnp.bool_(True)
+    for index in range(len(menu) - 1):
+        known = [jnp.where(place <= menu[index], x, x[:, menu[index], None]) for x in (scores, depths)]
+        going = going & (policy.choose(memory, menu, *known) > index)
         level = level + going
     return level

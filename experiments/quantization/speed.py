@@ -115,6 +115,7 @@ class Runner:
                 "max_new_tokens": settings.max_new_tokens,
                 "ignore_eos": True,
                 "rounds_a_chunk": ROUNDS_A_CHUNK,
+                "speculation": "fixed",
             }
             for method, proposer in zip(METHODS, (None, bound), strict=True)
         }

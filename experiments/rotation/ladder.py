@@ -100,7 +100,7 @@ def decode(
             proposer,
             params,
             [Request(tuple(prompt), ej.Sampling(seed=0), limit)],
-            options=DecodeOptions(rounds_a_chunk=1),
+            options=DecodeOptions(rounds_a_chunk=1, speculation="fixed"),
         )
         traces.append([len(piece.token_ids) for piece in run])
         (result,) = run.results()

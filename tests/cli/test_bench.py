@@ -7,7 +7,7 @@ import pytest
 from tiny_model import PRINTABLE, write_model
 
 import eaglejax as ej
-from eaglejax.cli import demo, session
+from eaglejax.cli import demo
 from eaglejax.devices import machine
 from eaglejax.measure import near_ties, timing
 
@@ -19,6 +19,9 @@ STATS = {
     "per_position_acceptance_rate",
     "tokens_per_second",
     "target_forwards",
+    "widths",
+    "rests",
+    "predicted_speedup",
     "ttft_ms",
     "tpot_ms",
     "speedup_vs_best_ar",
@@ -166,7 +169,7 @@ def test_the_demo_shows_and_counts_the_same_texts(run, model, drafts, monkeypatc
         for s in short
     ]
     monkeypatch.setattr(demo, "scenes", lambda quick: tiny if quick else tiny[:1])
-    monkeypatch.setattr(session, "float32_may_be_faster", lambda: True)
+    monkeypatch.setattr(demo, "fastest_dtype", lambda: ("bfloat16", "a product took less"))
 
     status, out, _ = run("demo", "--quick", "--json")
     report = json.loads(out)
@@ -180,9 +183,10 @@ def test_the_demo_shows_and_counts_the_same_texts(run, model, drafts, monkeypatc
         assert (plain["method"], drafted["method"]) == ("ar", method)
         assert plain["token_ids"] == drafted["token_ids"]
 
-    monkeypatch.setattr(session, "float32_may_be_faster", lambda: False)
+    monkeypatch.setattr(demo, "fastest_dtype", lambda: ("float32", "it was measured"))
     status, out, err = run("demo")
     assert status == 0
+    assert "in float32: it was measured" in err
     assert "ar_float32" not in err
     assert out.count(plain["text"]) == 2
     assert "--- eagle3 ---" in out

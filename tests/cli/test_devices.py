@@ -154,10 +154,30 @@ def test_doctor(run, tmp_path):
     assert set(packed["milliseconds"]) == {"1", "8"}
     for how in report["cache_operations"].values():
         assert (how["implementation"] == "cpu") is (how["level"] is not None)
+    assert isinstance(report["speculation_costs"], list)
     takes = report["memory"]
     assert takes["refused"] is None
     assert takes["rows"] > 1
     assert takes["longest_row"] == takes["context"] > 0
+
+
+def test_doctor_says_what_rounds_cost(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLEJAX_CACHE", str(tmp_path))
+    assert doctor.costs.stored() == []
+    assert doctor._costs({"speculation_costs": []})[0].startswith("none measured yet")
+    kind = {"machine": doctor.costs._here(), "model": "qwen2", "parameters": 494_000_000, "dtype": "bfloat16"}
+    kind |= {"draft": "Eagle", "nodes": 8, "batch": 1, "capacity": 512, "cache": "bfloat16"}
+    now = doctor.costs.CLOCK.now()
+    found = doctor.costs.Costs((1, 4), (0.05, 0.06, 0.08), 1.04, now, doctor.costs.folder() / "a.json")
+    doctor.costs._write(found, kind)
+    elsewhere = dataclasses.replace(found, file=found.file.with_name("b.json"))
+    doctor.costs._write(elsewhere, kind | {"machine": "another"})
+    rows = doctor.costs.stored()
+    assert sorted(row["here"] for row in rows) == [False, True]
+    line, others = doctor._costs({"speculation_costs": rows})
+    assert "qwen2 of 494 M parameters in bfloat16, Eagle of 8 nodes, 1 x 512 slots in bfloat16" in line
+    assert "plain 50 ms; with a draft, by width, 1: 60, 4: 80; they scatter by 4%" in line
+    assert others == "and 1 more, older or of other machines and settings"
 
 
 def test_doctor_says_what_does_not_fit():

@@ -20,6 +20,20 @@ STATS = {
 }
 
 
+def test_widths_are_shown_where_they_were_chosen(capfd):
+    chosen = STATS | {"widths": {"1": 7, "4": 3, "16": 0}, "rests": 5, "predicted_speedup": 1.26}
+    fixed = STATS | {"widths": {"8": 4}, "rests": 0, "predicted_speedup": None}
+    rows = [("a", chosen), ("b", fixed), ("c", STATS)]
+    show.print_widths(rows)
+    assert capfd.readouterr().err == "rounds of a: no draft 5, width 1 2, width 4 3\n"
+    show.stderr().print(show.stats_table("t", rows))
+    err = capfd.readouterr().err
+    assert "predicted" in err
+    assert "1.26x" in err
+    show.stderr().print(show.stats_table("t", rows[1:]))
+    assert "predicted" not in capfd.readouterr().err
+
+
 def test_names_are_no_markup_and_equal_names_are_rows_of_their_own(capfd):
     names = ["a[/b]", "[v2]model", "[red]", ":smile:", "same", "same", "back\\"]
     show.stderr().print(show.stats_table("[x] of a[/b]", [(name, STATS) for name in names]))

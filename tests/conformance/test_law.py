@@ -61,12 +61,12 @@ def exact_joint(layers: Layers, name: str) -> np.ndarray:
     return joint
 
 
-def sampler(case: Case, method: str) -> Any:
+def sampler(case: Case, method: str, **options: Any) -> Any:
     """(settings of one row, end of text, keys [n]) -> answers [n, 3] and accepted drafts [n] of n rows, each
     a batch of one; one program for all settings."""
     target = case.layers.small_target()
     proposer, brought = case.small([*PROMPT, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4])
-    program = rounds.Program(target.config, proposer, method, **case.judged)
+    program = rounds.Program(target.config, proposer, method, **{**case.judged, **options})
     weights, inputs = split(proposer, brought)
     given = rounds.Params(target.params, weights), inputs, target.cache_scales, jnp.asarray([PROMPT])
 
@@ -102,8 +102,8 @@ def sampler(case: Case, method: str) -> Any:
     return functools.partial(jax.jit(jax.vmap(one, (None, None, None, 0))), given)
 
 
-def check(case: Case, method: str, names: Iterable[str]) -> None:
-    run = sampler(case, method)
+def check(case: Case, method: str, names: Iterable[str], **options: Any) -> None:
+    run = sampler(case, method, **options)
     keys = jax.random.split(jax.random.key(11, impl="threefry2x32"), TRIALS)
     for name in names:
         how, eos = SETTINGS[name]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Case, cases
+from cases import CASES, Case, cases
 from loop_tools import (
     BATCH,
     COLD,
@@ -66,6 +66,15 @@ def test_batch_mates_slots_and_padding_change_nothing(case: Case) -> None:
         beside = together[1] if greedy is COLD else tokens(case, [0, 1, 2], [HOT, GREEDY, WARM])[1]
         assert beside == answer
     assert together[1] != beside, "the penalties must matter"
+
+
+def test_drafts_that_are_not_drawn_leave_every_draw_alone(case: Case) -> None:
+    """Sampled rows write what plain decoding writes with their seeds, whatever is guessed."""
+    if case.proposer.draws or not case.layers.exact:
+        pytest.skip("its drafts are drawn, or widths differ by rounding")
+    settings = [HOT, COLD, WARM]
+    plain = tokens(CASES["ar"].over(case.layers), [0, 1, 2], settings)
+    assert tokens(case, [0, 1, 2], settings) == plain
 
 
 def test_seeds_ends_and_stop_strings(case: Case) -> None:

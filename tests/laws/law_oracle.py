@@ -80,6 +80,19 @@ def token_decision(p, q, tokens, parent, valid, luck, replacement=False) -> Outc
         nodes.append(node)
 
 
+def drawn_decision(p, tokens, parent, valid, luck) -> Outcome:
+    """What is decided of drafts that are a function of the text: at depth d the token is drawn from p by
+    inversion of the uniform ``luck[d]``, and the first child that equals it is kept."""
+    node, nodes = 0, []
+    while True:
+        token = int(np.argmax(np.cumsum(p[node]) > luck[len(nodes)] * p[node].sum()))
+        same = [i for i in range(1, len(parent)) if parent[i] == node and valid[i] and tokens[i] == token]
+        if not same:
+            return tuple(nodes), np.eye(p.shape[1])[token]
+        node = same[0]
+        nodes.append(node)
+
+
 def block_plan(p, q, tokens) -> tuple[list[float], list[np.ndarray]]:
     """Sun et al., Algorithm 2, on a chain whose root is ``tokens[0]``: the chance of each prefix (by
     length) and the distribution that follows it."""

@@ -43,6 +43,11 @@ def tile(settings: Sequence[Sampling], times: int, vocab: int, seed: int) -> Row
     return rows.replace(keys=jax.random.split(jax.random.key(seed), index.shape[0]))
 
 
+def begin(rows: RowSampling) -> jax.Array:
+    """Roots at position 0, [B] int32."""
+    return jnp.zeros(rows.keys.shape, jnp.int32)
+
+
 def logits_of(probs) -> jax.Array:
     """Logits of probabilities; -inf where they are zero."""
     return jnp.log(jnp.asarray(probs, jnp.float32))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from law_oracle import SIGNIFICANCE, p_value
-from law_tools import logits_of, tile, tree
+from law_tools import begin, logits_of, tile, tree
 
 from eaglejax import sampling
 from eaglejax.errors import ConfigError
@@ -33,7 +33,7 @@ def test_a01_argmax_drafts_are_one_hot():
     rows = tile([Sampling(temperature=1.0)], TRIALS, 3, seed=0)
     for token in (0, 2):
         draft = tree(np.full((TRIALS, 2), token), (0, 0))
-        verdict = step(at_every_node(p, 2, rows), draft, rows, rows.keys)
+        verdict = step(at_every_node(p, 2, rows), draft, rows, begin(rows))
         assert p_value(np.bincount(first_token(verdict, draft), minlength=3), p) > SIGNIFICANCE
 
 
@@ -48,7 +48,7 @@ def test_a02_an_empty_residual_is_finite(monkeypatch, luck, p, shape):
     q = jnp.broadcast_to(jnp.asarray(p, jnp.float32), (64, 3, 3))
     draft = tree(np.zeros((64, 3)), parent, q=q)
     method = "block" if shape == "block" else "token"
-    verdict = verify(at_every_node(p, 3, rows), draft, rows, rows.keys, method=method)
+    verdict = verify(at_every_node(p, 3, rows), draft, rows, begin(rows), method=method)
     assert (np.asarray(p)[np.asarray(verdict.next_token)] > 0).all()
     if luck < 1:
         assert (verdict.accepted == max(draft.max_depth, 1)).all()
@@ -57,9 +57,7 @@ def test_a02_an_empty_residual_is_finite(monkeypatch, luck, p, shape):
 def test_a03_temperature_reaches_the_output():
     rows = sampling.rows([Sampling(temperature=1.0, seed=s) for s in range(300)], 3)
     draft = tree(np.ones((300, 2)), (0, 0))
-    verdict = step(
-        at_every_node([0.4, 0.3, 0.3], 2, rows), draft, rows, sampling.round_keys(rows, jnp.full(300, 9))
-    )
+    verdict = step(at_every_node([0.4, 0.3, 0.3], 2, rows), draft, rows, jnp.full(300, 9))
     assert set(first_token(verdict, draft)) == {0, 1, 2}
 
 
@@ -71,8 +69,8 @@ def test_a06_a13_seeds_replay_in_any_slot_and_batch():
         rows = sampling.rows([Sampling(temperature=0.9, seed=s) for s in seeds], 8)
         n = len(seeds)
         wide = jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape[1:])), draft)
-        keys = sampling.round_keys(rows, jnp.arange(n, dtype=jnp.int32).at[slot].set(40))
-        out = step(jnp.broadcast_to(logits, (n, *logits.shape[1:])), wide, rows, keys)
+        lengths = jnp.arange(n, dtype=jnp.int32).at[slot].set(40)
+        out = step(jnp.broadcast_to(logits, (n, *logits.shape[1:])), wide, rows, lengths)
         return int(out.accepted[slot]), int(out.next_token[slot])
 
     for seed in range(7, 12):
@@ -85,14 +83,14 @@ def test_a07_filters_hold_at_every_position():
     rows = sampling.rows([Sampling(temperature=1.0, top_p=0.5, seed=s) for s in range(64)], 3)
     for token in (0, 1):
         draft = tree(np.full((64, 3), token), (0, 0, 1))
-        verdict = step(at_every_node([0.6, 0.3, 0.1], 3, rows), draft, rows, rows.keys)
+        verdict = step(at_every_node([0.6, 0.3, 0.1], 3, rows), draft, rows, begin(rows))
         assert (verdict.next_token == 0).all()
         assert (verdict.accepted == (2 if token == 0 else 0)).all()
     logits = jax.random.normal(jax.random.key(0), (2, 4, 9))
     draft = tree(np.repeat(np.asarray(sampling.greedy(logits))[:1, [3, 0, 1, 2]], 2, 0), (0, 0, 1, 2))
     logits = jnp.broadcast_to(logits[:1], logits.shape)
     mixed = sampling.rows([Sampling(temperature=1.0, top_k=1, seed=3), Sampling()], 9)
-    verdict = step(logits, draft, mixed, mixed.keys)
+    verdict = step(logits, draft, mixed, begin(mixed))
     assert int(verdict.accepted[0]) == int(verdict.accepted[1]) == 3
     assert int(verdict.next_token[0]) == int(verdict.next_token[1])
 
@@ -101,7 +99,7 @@ def test_a09_deterministic_siblings_keep_the_law():
     p = np.array([0.51, 0.49])
     rows = tile([Sampling(temperature=1.0)], TRIALS, 2, seed=4)
     draft = tree(np.broadcast_to([0, 0, 1], (TRIALS, 3)), (0, 0, 0))
-    verdict = step(at_every_node(p, 3, rows), draft, rows, rows.keys)
+    verdict = step(at_every_node(p, 3, rows), draft, rows, begin(rows))
     assert p_value(np.bincount(first_token(verdict, draft), minlength=2), p) > SIGNIFICANCE
 
 
@@ -116,10 +114,10 @@ def solo_equals_batch(settings, vocab=12):
     """Each row of a mixed batch decides and draws what it does alone (with its own static flags)."""
     logits, draft = random_batch(len(settings), vocab)
     rows = sampling.rows(settings, vocab)
-    whole = step(logits, draft, rows, rows.keys)
+    whole = step(logits, draft, rows, begin(rows))
     for i, setting in enumerate(settings):
         alone = sampling.rows([setting], vocab)
-        out = step(logits[:1], jax.tree.map(lambda x: x[:1], draft), alone, alone.keys)
+        out = step(logits[:1], jax.tree.map(lambda x: x[:1], draft), alone, begin(alone))
         assert int(out.accepted[0]) == int(whole.accepted[i]), setting
         assert int(out.next_token[0]) == int(whole.next_token[i]), setting
     return whole
@@ -143,7 +141,7 @@ def test_a11_banned_tokens_in_a_mixed_batch():
     rows = sampling.rows(settings, 12)
     processed = sampling.process(logits, rows)
     assert not np.isnan(sampling.distribution(processed, rows)).any()
-    verdict = step(processed, draft, rows, rows.keys)
+    verdict = step(processed, draft, rows, begin(rows))
     tokens = np.asarray(verdict.next_token)[1:]
     assert (tokens % 2 == 1).all()
     np.testing.assert_array_equal(processed[0], logits[0])
@@ -159,11 +157,11 @@ def test_a14_unseeded_rows_do_not_disturb_seeded_ones():
     seeded, got = Sampling(temperature=1.5, seed=1), set()
     for _ in range(24):
         rows = sampling.rows([Sampling(temperature=1.5), seeded, Sampling(temperature=1.5)], 12)
-        verdict = step(logits, draft, rows, rows.keys)
+        verdict = step(logits, draft, rows, begin(rows))
         got.add((int(verdict.next_token[0]), int(verdict.next_token[2])))
         row = (int(verdict.accepted[1]), int(verdict.next_token[1]))
         alone = sampling.rows([seeded], 12)
-        one = step(logits[:1], jax.tree.map(lambda x: x[:1], draft), alone, alone.keys)
+        one = step(logits[:1], jax.tree.map(lambda x: x[:1], draft), alone, begin(alone))
         assert row == (int(one.accepted[0]), int(one.next_token[0]))
     assert len(got) > 5
 
@@ -176,7 +174,7 @@ def test_a17_ties_go_to_the_lowest_id(vocab):
     assert np.asarray(sampling.greedy(jnp.asarray(logits))).tolist() == [[2, 2]]
     assert np.asarray(sampling.distribution(jnp.asarray(logits), rows)).argmax(-1).tolist() == [[2, 2]]
     for token, accepted in ((2, 1), (4, 0), (vocab - 1, 0)):
-        verdict = step(jnp.asarray(logits), tree([[0, token]], (0, 0)), rows, rows.keys)
+        verdict = step(jnp.asarray(logits), tree([[0, token]], (0, 0)), rows, begin(rows))
         assert int(verdict.accepted[0]) == accepted
         assert int(verdict.next_token[0]) == 2
 
@@ -185,7 +183,7 @@ def test_a22_a_refused_eos_leaves_no_trace():
     eos = 3
     rows = sampling.rows([Sampling(), Sampling(temperature=1.0, top_p=0.5, seed=1)], 4)
     draft = tree(np.full((2, 3), eos), (0, 0, 1))
-    verdict = step(at_every_node([0.1, 0.6, 0.2, 0.1], 3, rows), draft, rows, rows.keys)
+    verdict = step(at_every_node([0.1, 0.6, 0.2, 0.1], 3, rows), draft, rows, begin(rows))
     assert np.asarray(verdict.accepted).tolist() == [0, 0]
     assert np.asarray(verdict.next_token).tolist() == [1, 1]
 
@@ -205,7 +203,7 @@ def test_a83_penalties_shape_the_verified_path(penalty):
     draft = tree([[root] * nodes], (0, *range(nodes - 1)))
     seen = jnp.tril(jnp.ones((1, nodes, nodes), bool))
     processed = sampling.process(jnp.broadcast_to(base, (1, nodes, vocab)), rows, draft.tokens, seen)
-    verdict = step(processed, draft, rows, rows.keys)
+    verdict = step(processed, draft, rows, begin(rows))
     kept = int(verdict.accepted[0])
     assert [root] * kept + [int(verdict.next_token[0])] == plain[: kept + 1]
     assert kept == {-2.0: 5, 0.0: 5, 2.0: 0}[penalty]
@@ -224,7 +222,7 @@ def test_drafts_of_probability_zero_never_pass(monkeypatch):
         (tree(np.zeros((32, 3)), (0, 0, 1), q=q), "block"),
         (tree(np.zeros((32, 3)), (0, 0, 1)), "block"),
     ):
-        verdict = verify(at_every_node(p, 3, rows), draft, rows, rows.keys, method=method)
+        verdict = verify(at_every_node(p, 3, rows), draft, rows, begin(rows), method=method)
         assert not verdict.accepted.any()
         assert (verdict.next_token > 0).all()
 
@@ -242,7 +240,7 @@ def test_drafts_of_almost_no_chance_do_not_pass_on_a_draw_of_zero(monkeypatch):
         (tree(np.zeros((4, 3)), (0, 0, 1), q=q), "block"),
         (tree(np.zeros((4, 3)), (0, 0, 1)), "block"),
     ):
-        verdict = verify(at_every_node([1e-31, 0.7, 0.3], 3, rows), draft, rows, rows.keys, method=method)
+        verdict = verify(at_every_node([1e-31, 0.7, 0.3], 3, rows), draft, rows, begin(rows), method=method)
         assert not verdict.accepted.any()
         assert (verdict.next_token > 0).all()
 
@@ -256,7 +254,7 @@ def test_greedy_rows_walk_greedily_under_any_proposal():
     for q in (jnp.zeros((2, 4, 6)), jax.nn.one_hot(jnp.full((2, 4), 5), 6), jnp.full((2, 4, 6), 1 / 6)):
         draft = tree(tokens, (0, 0, 1, 2), q=q)
         for d, method in ((draft, "token"), (draft, "block"), (draft.replace(chain=False), "token")):
-            verdict = step(logits, d, rows, rows.keys, method=method)
+            verdict = step(logits, d, rows, begin(rows), method=method)
             assert int(verdict.accepted[0]) == 3
             assert int(verdict.next_token[0]) == best[0, 3]
 
@@ -264,7 +262,7 @@ def test_greedy_rows_walk_greedily_under_any_proposal():
 def test_root_alone_is_plain_decoding():
     rows = tile([Sampling(temperature=1.0), Sampling()], TRIALS // 2, 3, seed=2)
     draft = tree(np.zeros((TRIALS, 1)), (0,))
-    verdict = step(at_every_node([0.2, 0.5, 0.3], 1, rows), draft, rows, rows.keys)
+    verdict = step(at_every_node([0.2, 0.5, 0.3], 1, rows), draft, rows, begin(rows))
     assert verdict.path.shape == (TRIALS, 1)
     counts = np.bincount(np.asarray(verdict.next_token)[: TRIALS // 2], minlength=3)
     assert p_value(counts, np.array([0.2, 0.5, 0.3])) > SIGNIFICANCE
@@ -275,8 +273,8 @@ def test_what_cannot_be_verified_is_refused():
     rows = sampling.rows([Sampling()], 3)
     logits, draft = jnp.zeros((1, 3, 3)), tree([[0, 1, 2]], (0, 0, 0))
     with pytest.raises(ConfigError, match="chains"):
-        verify(logits, draft, rows, rows.keys, method="block")
+        verify(logits, draft, rows, begin(rows), method="block")
     with pytest.raises(ConfigError, match="'typical' is unknown"):
-        verify(logits, draft, rows, rows.keys, method="typical")
+        verify(logits, draft, rows, begin(rows), method="typical")
     with pytest.raises(ConfigError, match="max_depth"):
-        verify(logits, draft.replace(chain=True, max_depth=1), rows, rows.keys)
+        verify(logits, draft.replace(chain=True, max_depth=1), rows, begin(rows))

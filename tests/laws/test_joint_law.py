@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from law_oracle import SIGNIFICANCE, p_value, transform
-from law_tools import depths, tile, tree
+from law_tools import begin, depths, tile, tree
 
 from eaglejax import sampling
 from eaglejax.sampling import Purpose, Sampling
@@ -83,7 +83,7 @@ def generate(rows, *, parent, method="token", **how):
         keys = sampling.round_keys(rows, length)
         draft = propose(root, rows, sampling.fold(keys, Purpose.DRAFT), parent, **how)
         above = jnp.take_along_axis(draft.tokens, draft.parent, axis=1).at[:, 0].set(before)
-        verdict = verify(jnp.asarray(TARGET)[above, draft.tokens], draft, rows, keys, method=method)
+        verdict = verify(jnp.asarray(TARGET)[above, draft.tokens], draft, rows, length, method=method)
         kept = jnp.take_along_axis(draft.tokens, verdict.path, axis=1)
         steps = jnp.arange(deep + 1)
         out = jnp.where(
@@ -158,7 +158,7 @@ def test_wrong_round_is_rejected():
     best = sampling.greedy(q[:, 0])
     draft = tree(jnp.stack([root, best], 1), (0, 0), q=jnp.concatenate([q, q], 1))
     logits = jnp.asarray(TARGET)[jnp.zeros_like(draft.tokens), draft.tokens]
-    verdict = jax.jit(verify)(logits, draft, rows, rows.keys)
+    verdict = jax.jit(verify)(logits, draft, rows, begin(rows))
     first = np.asarray(jnp.where(verdict.accepted > 0, best, verdict.next_token))
     exact = transform(TARGET[0, 0], 1.0)
     assert p_value(np.bincount(first, minlength=VOCAB), exact) < SIGNIFICANCE

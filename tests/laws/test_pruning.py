@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from law_tools import tile, tree
+from law_tools import begin, tile, tree
 from scipy import stats
 from width_tools import Likely
 
@@ -114,13 +114,16 @@ def two_tokens(key: jax.Array, policy: WidthPolicy, own: bool, drawn: bool) -> t
     draft = tree(tokens, [0, 0, 1], q=q).replace(cut_score=score)
     order, scores = widths.rank(draft)
     menu = (1, 2, 3)
-    level = jax.vmap(lambda s: widths.decide(policy, (), menu, s[None], drawn=drawn))(scores)
+    depths = jnp.take_along_axis(draft.depth, order, axis=1)
+    level = jax.vmap(lambda s, d: widths.decide(policy, (), menu, s[None], d[None], drawn=drawn))(
+        scores, depths
+    )
     rows = tile([Sampling(temperature=1.0, seed=0)], TRIALS, V, 5)
     p = jnp.stack([jnp.broadcast_to(p1, (TRIALS, V)), p2[x1], jnp.ones((TRIALS, V))], axis=1)
     answers = []
     for width in menu:
         pruned, _ = widths.prune(draft, width, order)
-        verdict = verify(jnp.log(p[:, :width]), pruned, rows, rows.keys)
+        verdict = verify(jnp.log(p[:, :width]), pruned, rows, begin(rows))
         first = jnp.where(verdict.accepted > 0, x1, verdict.next_token)
         second = jnp.where(verdict.accepted > 1, x2, verdict.next_token)
         later = jax.random.categorical(c, jnp.log(p2[first]))

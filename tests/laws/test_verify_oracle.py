@@ -11,12 +11,13 @@ from law_oracle import (
     SIGNIFICANCE,
     block_decision,
     block_outcomes,
+    drawn_decision,
     p_value,
     token_decision,
     token_outcomes,
     transform,
 )
-from law_tools import tile, tree
+from law_tools import begin, tile, tree
 
 from eaglejax import sampling
 from eaglejax.sampling import Purpose, Sampling
@@ -97,12 +98,19 @@ def test_decisions_equal_the_oracle(kind):
     rng = np.random.default_rng(KINDS.index(kind))
     logits, draft = random_case(kind, rng)
     rows = tile(SETTINGS, BATCH // len(SETTINGS), VOCAB, seed=3)
-    keys = sampling.round_keys(rows, jnp.arange(BATCH, dtype=jnp.int32))
+    lengths = jnp.arange(BATCH, dtype=jnp.int32)
     method = "block" if kind.startswith("block") else "token"
     verdict = jax.device_get(
-        jax.jit(verify, static_argnames="method")(jnp.asarray(logits), draft, rows, keys, method=method)
+        jax.jit(verify, static_argnames="method")(jnp.asarray(logits), draft, rows, lengths, method=method)
     )
+    keys = sampling.round_keys(rows, lengths)
     luck = np.asarray(sampling.uniforms(sampling.fold(keys, Purpose.ACCEPT), NODES), np.float64)
+    # So few tokens are one block, and the second uniform of a draw finds its lane.
+    lanes = [
+        sampling.uniforms(sampling.fold(sampling.round_keys(rows, lengths + d), Purpose.BONUS), 2)[:, 1]
+        for d in range(NODES)
+    ]
+    lane = np.asarray(jnp.stack(lanes, 1), np.float64)
     tokens, parent, valid = (np.asarray(x) for x in (draft.tokens, draft.parent, draft.valid))
     accepted = 0
     for row in range(BATCH):
@@ -112,7 +120,9 @@ def test_decisions_equal_the_oracle(kind):
         if s.temperature > 0 and draft.proposal.q is not None:
             q = np.zeros((NODES, VOCAB))
             q[:, slice(None) if draft.proposal.ids is None else IDS] = draft.proposal.q[row]
-        if method == "block" and s.temperature > 0:
+        if q is None and s.temperature > 0:
+            nodes, probs = drawn_decision(p, tokens[row], parent[row], valid[row], lane[row])
+        elif method == "block" and s.temperature > 0:
             nodes, probs = block_decision(p, q, tokens[row][valid[row]], luck[row])
         else:
             nodes, probs = token_decision(
@@ -154,7 +164,7 @@ def test_outcome_law_of_fixed_drafts(kind):
     method = "block" if kind.startswith("block") else "token"
     rows = tile([Sampling(temperature=1.0)], trials, vocab, seed=11)
     verdict = jax.jit(verify, static_argnames="method")(
-        wide(np.log(p)), draft, rows, rows.keys, method=method
+        wide(np.log(p)), draft, rows, begin(rows), method=method
     )
     last = jnp.take_along_axis(verdict.path, verdict.accepted[:, None], axis=1)[:, 0]
     seen = Counter(np.asarray(last * vocab + verdict.next_token).tolist())
@@ -180,10 +190,10 @@ def test_verdict_ignores_padding_and_batch_mates():
     logits, draft = random_case("tree_one_hot", rng)
     rows = tile(SETTINGS, BATCH // len(SETTINGS), VOCAB, seed=3)
     step = jax.jit(verify)
-    whole = step(jnp.asarray(logits), draft, rows, rows.keys)
+    whole = step(jnp.asarray(logits), draft, rows, begin(rows))
     for row in (0, 70, 130, 255):
         one = jax.tree.map(lambda x, row=row: x[row : row + 1], (jnp.asarray(logits), draft, rows))
-        alone = step(*one, one[2].keys)
+        alone = step(*one, begin(one[2]))
         for name in ("path", "accepted", "next_token"):
             np.testing.assert_array_equal(getattr(alone, name)[0], getattr(whole, name)[row])
     pad = lambda x, fill: jnp.pad(x, [(0, 0), (0, 3)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)  # noqa: E731
@@ -193,7 +203,7 @@ def test_verdict_ignores_padding_and_batch_mates():
         depth=pad(draft.depth, 0),
         valid=pad(draft.valid, False),
     )
-    wide = step(pad(jnp.asarray(logits), 7.0), padded, rows, rows.keys)
+    wide = step(pad(jnp.asarray(logits), 7.0), padded, rows, begin(rows))
     np.testing.assert_array_equal(wide.accepted, whole.accepted)
     np.testing.assert_array_equal(wide.next_token, whole.next_token)
 
@@ -203,7 +213,7 @@ def test_width_one_tree_equals_chain():
     rng = np.random.default_rng(1)
     logits, chain = random_case("chain", rng)
     rows = tile(SETTINGS, BATCH // len(SETTINGS), VOCAB, seed=3)
-    a = jax.jit(verify)(jnp.asarray(logits), chain, rows, rows.keys)
-    b = jax.jit(verify)(jnp.asarray(logits), chain.replace(chain=False), rows, rows.keys)
+    a = jax.jit(verify)(jnp.asarray(logits), chain, rows, begin(rows))
+    b = jax.jit(verify)(jnp.asarray(logits), chain.replace(chain=False), rows, begin(rows))
     np.testing.assert_array_equal(a.path, b.path)
     np.testing.assert_array_equal(a.next_token, b.next_token)

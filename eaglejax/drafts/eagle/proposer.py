@@ -103,6 +103,11 @@ class Eagle(Proposer[EagleParams, EagleState]):
         return self.tree.is_chain
 
     @property
+    def draws(self) -> bool:
+        """Where ``sample`` is set."""
+        return self.sample
+
+    @property
     def needs(self) -> Needs:
         """The boundaries that the draft was made for."""
         return Needs(self.config.taps)

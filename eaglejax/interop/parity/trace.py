@@ -52,7 +52,7 @@ class Tracer:
         check_request(request, target.context, target.config.vocab_size)
         if min(max_new_tokens, target.context - len(prompt)) < 1:
             raise RequestError("nothing may be answered: the limit is 0 or the prompt fills the context")
-        options = DecodeOptions(prefill_width=prefill_width, cache_dtype=target.dtype)
+        options = DecodeOptions(prefill_width=prefill_width, cache_dtype=target.dtype, speculation="fixed")
         decoder = BatchDecoder(target, draft.proposer, draft.params, [request], options=options)
         state, stage = decoder.start(), None
         for index, chunk in enumerate(decoder.chunks_of_prompts()):
