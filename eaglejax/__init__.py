@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from eaglejax.conversation import Conversation
     from eaglejax.drafts.autoregressive import Autoregressive
     from eaglejax.drafts.base import Bound
+    from eaglejax.drafts.cascade.proposer import Cascade, cascade
     from eaglejax.drafts.draft_model.load import load_draft_model
     from eaglejax.drafts.draft_model.proposer import DraftModel
     from eaglejax.drafts.eagle.proposer import Eagle
     from eaglejax.drafts.ngram import NGram
     from eaglejax.drafts.prediction import Prediction
     from eaglejax.drafts.registry import load_draft
+    from eaglejax.drafts.suffix.proposer import Suffix
     from eaglejax.drafts.tree import DynamicTree, StaticTree, chain, from_choices
     from eaglejax.errors import EaglejaxError
     from eaglejax.models.target import Target, random_target
@@ -45,6 +47,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Autoregressive",
     "Bound",
+    "Cascade",
     "Conversation",
     "DecodeOptions",
     "DraftModel",
@@ -58,8 +61,10 @@ __all__ = [
     "Prediction",
     "Sampling",
     "StaticTree",
+    "Suffix",
     "Target",
     "calibrate",
+    "cascade",
     "chain",
     "from_choices",
     "generate",
@@ -75,6 +80,7 @@ __all__ = [
 _PLACES = {
     "Autoregressive": "eaglejax.drafts.autoregressive",
     "Bound": "eaglejax.drafts.base",
+    "Cascade": "eaglejax.drafts.cascade.proposer",
     "Conversation": "eaglejax.conversation",
     "DecodeOptions": "eaglejax.speculate.options",
     "DraftModel": "eaglejax.drafts.draft_model.proposer",
@@ -88,8 +94,10 @@ _PLACES = {
     "Prediction": "eaglejax.drafts.prediction",
     "Sampling": "eaglejax.sampling",
     "StaticTree": "eaglejax.drafts.tree",
+    "Suffix": "eaglejax.drafts.suffix.proposer",
     "Target": "eaglejax.models.target",
     "calibrate": "eaglejax.quant.calibrate",
+    "cascade": "eaglejax.drafts.cascade.proposer",
     "chain": "eaglejax.drafts.tree",
     "from_choices": "eaglejax.drafts.tree",
     "generate": "eaglejax.api",

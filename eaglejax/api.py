@@ -11,7 +11,7 @@ import numpy as np
 from eaglejax.conversation import Conversation, as_conversation, template_variables
 from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.base import Bound, Proposer, Request
-from eaglejax.drafts.registry import family_of
+from eaglejax.drafts.registry import check_basis_of
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
@@ -138,9 +138,7 @@ def decoder_for(
             f"proposer is {bound.proposer!r}; give an object such as NGram(length=7), what load_draft "
             "returned, or None for plain decoding"
         )
-    family = family_of(bound.proposer)
-    if family is not None:
-        family.check(bound, target)
+    check_basis_of(bound, target)
     return BatchDecoder(target, bound.proposer, bound.params, requests, batch=batch, options=options)
 
 

@@ -214,12 +214,15 @@ class SpeculativeConfig:
 
     ``num_speculative_tokens``: drafts a round (of a chain; beside a ``speculative_token_tree``, its paths).
     ``prompt_lookup_max`` and ``prompt_lookup_min``: the longest and shortest suffix that the n-gram method
-    searches for. ``model``: the draft, for methods that have one. ``speculative_token_tree``: a fixed tree,
-    one path of child ranks a draft. ``tree_depth``, ``tree_branching``, ``tree_nodes``: a dynamic tree as
-    ``DynamicTree`` counts, ``tree_nodes`` including the root. ``draft_sample``: draw drafts instead of taking
-    the likeliest; ``draft_temperature``: at this temperature instead of the row's. ``min_confidence``: draft
-    no further below this cumulative probability. ``aux_convention``: what layer ids in the draft's config
-    count. ``kv_cache_dtype``: format of the draft's keys and values. None leaves the method's own default.
+    searches for; one alone is both. ``model``: the draft, for methods that have one.
+    ``speculative_token_tree``: a fixed tree, one path of child ranks a draft. ``tree_depth``,
+    ``tree_branching``, ``tree_nodes``: a dynamic tree as ``DynamicTree`` counts, ``tree_nodes`` including the
+    root; of a tree of continuations that were found, ``tree_branching`` says how many. ``draft_sample``: draw
+    drafts instead of taking the likeliest; ``draft_temperature``: at this temperature instead of the row's.
+    ``min_confidence``: draft no further below this cumulative probability. ``suffix_decoding_...``: see
+    ``Suffix``, without that word. ``parts``: of a cascade. ``aux_convention``: what layer ids in the draft's
+    config count. ``kv_cache_dtype``: format of the draft's keys and values. None leaves the method's own
+    default.
     """
 
     method: str
@@ -236,10 +239,16 @@ class SpeculativeConfig:
     min_confidence: float | None = None
     aux_convention: str | None = None
     kv_cache_dtype: str | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
+    parts: tuple[SpeculativeConfig, ...] | None = None
 
     def given(self) -> dict[str, Any]:
         """The settings that are not None, without the method."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "method" and v is not None}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {k: v for k, v in values.items() if k != "method" and v is not None}
 
 
 def _read_int(value: Any) -> int | None:
@@ -295,6 +304,11 @@ _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "min_confidence": ("a number", _read_float),
     "aux_convention": ("a string", _read_str),
     "kv_cache_dtype": ("a string", _read_str),
+    "suffix_decoding_max_tree_depth": ("an integer", _read_int),
+    "suffix_decoding_max_cached_requests": ("an integer", _read_int),
+    "suffix_decoding_max_spec_factor": ("a number", _read_float),
+    "suffix_decoding_min_token_prob": ("a number", _read_float),
+    "parts": ("a list of configs such as this one", lambda value: _read_parts(value)),
 }
 """Key of a speculative config -> what it holds, in words, and how it is read (None: it is not that)."""
 
@@ -306,6 +320,14 @@ def parse_speculative_config(text: str, *, method: str | None = None) -> Specula
         value = json_text.parse(text)
     except json_text.JsonError as error:
         raise ConfigError(f"the speculative config is {error}") from error
+    return _read_config(value, method)
+
+
+def _read_parts(value: Any) -> tuple[SpeculativeConfig, ...] | None:
+    return tuple(_read_config(part, None) for part in value) if isinstance(value, list) and value else None
+
+
+def _read_config(value: Any, method: str | None) -> SpeculativeConfig:
     if not isinstance(value, dict):
         raise ConfigError(f"the speculative config is a JSON object, not {kind(value)}")
     unknown = sorted(set(value) - set(_KEYS))

@@ -16,7 +16,7 @@ from eaglejax.cli import compiling, show
 from eaglejax.config import AuxConvention, SpeculativeConfig, parse_speculative_config
 from eaglejax.devices.dtypes import check_weight_dtype
 from eaglejax.drafts import registry
-from eaglejax.drafts.limits import MOST_DEPTH, MOST_NGRAM
+from eaglejax.drafts.limits import MOST_BRANCHING, MOST_DEPTH, MOST_NGRAM, MOST_NODES
 from eaglejax.drafts.limits import check_count as check_size
 from eaglejax.drafts.places import draft_path
 from eaglejax.errors import ConfigError
@@ -52,9 +52,56 @@ def _settings_as(**names: str) -> Callable[[SpeculativeConfig], dict[str, Any]]:
 
 
 _length = _settings_as(num_speculative_tokens="length")
-_lookup = _settings_as(
-    num_speculative_tokens="length", prompt_lookup_max="max_ngram", prompt_lookup_min="min_ngram"
-)
+_LOOKUP = {
+    "num_speculative_tokens": "length",
+    "prompt_lookup_max": "max_ngram",
+    "prompt_lookup_min": "min_ngram",
+    "tree_branching": "candidates",
+    "tree_nodes": "size",
+}
+_SUFFIX = {
+    "num_speculative_tokens": "length",
+    "tree_branching": "places",
+    "tree_nodes": "size",
+    "suffix_decoding_max_tree_depth": "max_tree_depth",
+    "suffix_decoding_max_cached_requests": "max_cached_requests",
+    "suffix_decoding_max_spec_factor": "max_spec_factor",
+    "suffix_decoding_min_token_prob": "min_token_prob",
+}
+
+
+def _lookup(config: SpeculativeConfig) -> ej.NGram:
+    settings = _settings_as(**_LOOKUP)(config)
+    bounds = {"max_ngram", "min_ngram"} & set(settings)
+    if len(bounds) == 1:
+        settings |= dict.fromkeys(("max_ngram", "min_ngram"), settings[bounds.pop()])
+    return ej.NGram(**settings)
+
+
+def _suffix(config: SpeculativeConfig) -> ej.Suffix:
+    settings = _settings_as(**_SUFFIX)(config)
+    if "length" in settings:
+        # As many drafts a round as are asked for, on one path or on several.
+        settings.setdefault("size", settings["length"] + 1)
+    return ej.Suffix(**settings)
+
+
+def _cascade(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
+    parts = [proposer_from(target, part) for part in config.parts or ()]
+    return ej.cascade(*parts, **_settings_as(tree_nodes="size")(config))
+
+
+def _check_cascade(config: SpeculativeConfig) -> None:
+    if config.parts is None or len(config.parts) < 2:
+        raise ConfigError(
+            "method 'cascade' needs 'parts', a list of the configs of two methods or more, such as "
+            '[{"method": "ngram"}, {"method": "eagle3", "model": "D"}]'
+        )
+    for part in config.parts:
+        check_config(part)
+        name = method_name(part.method)
+        if name in ("ar", "cascade") or METHODS[name].reads_prediction:
+            raise ConfigError(f"method {part.method!r} cannot be a part of a cascade on the command line")
 
 
 def _check_sizes(**most: int) -> Callable[[SpeculativeConfig], None]:
@@ -71,11 +118,20 @@ def _check_sizes(**most: int) -> Callable[[SpeculativeConfig], None]:
 _WITHOUT_DRAFT: dict[str, Method] = {
     "ar": Method((), lambda target, config: None),
     "ngram": Method(
-        ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
-        lambda target, config: ej.NGram(**_lookup(config)),
+        tuple(_LOOKUP),
+        lambda target, config: _lookup(config),
         _check_sizes(
-            num_speculative_tokens=MOST_DEPTH, prompt_lookup_max=MOST_NGRAM, prompt_lookup_min=MOST_NGRAM
+            num_speculative_tokens=MOST_DEPTH,
+            prompt_lookup_max=MOST_NGRAM,
+            prompt_lookup_min=MOST_NGRAM,
+            tree_branching=MOST_BRANCHING,
+            tree_nodes=MOST_NODES,
         ),
+    ),
+    "suffix": Method(
+        tuple(_SUFFIX),
+        lambda target, config: _suffix(config),
+        _check_sizes(num_speculative_tokens=MOST_DEPTH, tree_branching=MOST_BRANCHING, tree_nodes=MOST_NODES),
     ),
     "prediction": Method(
         ("num_speculative_tokens",),
@@ -83,6 +139,7 @@ _WITHOUT_DRAFT: dict[str, Method] = {
         _check_sizes(num_speculative_tokens=MOST_DEPTH),
         reads_prediction=True,
     ),
+    "cascade": Method(("parts", "tree_nodes"), _cascade, _check_cascade),
 }
 
 
@@ -133,6 +190,7 @@ ALIASES = {
     "ngram_gpu": "ngram",
     "[ngram]": "ngram",
     "prompt_lookup": "ngram",
+    "suffix_decoding": "suffix",
     "draft": "draft_model",
     "standalone": "draft_model",
 }

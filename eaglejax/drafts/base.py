@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 
@@ -117,7 +117,14 @@ class Bound:
 
 
 class Proposer(abc.ABC, Generic[ParamsT, StateT]):
-    """See the module's text. ``nodes`` is N (root included), ``depth`` D, ``chain`` as in Draft."""
+    """See the module's text. ``nodes`` is N (root included), ``depth`` D, ``chain`` as in Draft.
+
+    ``reads_predictions``: it uses what requests bring as predictions. ``keeps_own_drafts``: ``observe`` takes
+    the tokens of a round for a beginning of its own draft, and no other draft may be judged in its place.
+    """
+
+    reads_predictions: ClassVar[bool] = False
+    keeps_own_drafts: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -150,12 +157,16 @@ class Proposer(abc.ABC, Generic[ParamsT, StateT]):
         something that the proposer does not use. The default uses nothing and gives no arrays.
         """
         del slots
+        self.refuse_predictions(requests)
+        return ()
+
+    def refuse_predictions(self, requests: Sequence[Request]) -> None:
+        """For ``inputs`` of proposers that use none. Raises ConfigError where a request brings one."""
         if any(r.prediction is not None for r in requests):
             raise ConfigError(
                 f"predictions are given but {type(self).__name__} does not use them; "
                 "decode with proposer=Prediction(...)"
             )
-        return ()
 
     def learn(self, row: Request, tokens: Sequence[int]) -> None:
         """On the host, between chunks of rounds: ``tokens`` are what ``row`` has emitted since the last call.

@@ -1,8 +1,9 @@
 """Prompt lookup: the text so far is its own draft.
 
 The last few tokens are searched for earlier in the row (prompt and output alike), and what followed them
-there is proposed as a chain (Saxena 2023, "Prompt Lookup Decoding"; also called n-gram speculation). No
-weights, no draws: the proposal is a function of the prefix, so its distribution is one-hot.
+there is proposed (Saxena 2023, "Prompt Lookup Decoding"; also called n-gram speculation): one continuation as
+a chain, or several as a tree. No weights, no draws: the proposal is a function of the prefix, so its
+distribution is one-hot.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaglejax.drafts.base import Draft, Observation, Proposal
-from eaglejax.drafts.limits import MOST_DEPTH, MOST_NGRAM, check_count
-from eaglejax.drafts.static import OnChain, chain_draft
+from eaglejax.drafts.base import Draft, Observation, Proposal, Proposer
+from eaglejax.drafts.continuations import after, best_places, merged, pool
+from eaglejax.drafts.limits import MOST_BRANCHING, MOST_DEPTH, MOST_NGRAM, MOST_NODES, check_count
+from eaglejax.drafts.static import chain_draft
 from eaglejax.errors import ConfigError
 from eaglejax.sampling import RowSampling
 
@@ -40,13 +42,16 @@ def last_tokens(text: jax.Array, lengths: jax.Array, size: int) -> jax.Array:
     return jnp.take_along_axis(text, place, axis=1)
 
 
-def suffix_overlap(text: jax.Array, tail: jax.Array, tail_count: jax.Array) -> jax.Array:
+def suffix_overlap(
+    text: jax.Array, tail: jax.Array, tail_count: jax.Array, place: jax.Array | None = None
+) -> jax.Array:
     """[B, S] int32: how many tokens of ``text`` [B, S] that end at each place agree with the tail, newest
     first.
 
     ``tail`` [B, G] int32 holds the newest token in column 0; its first ``tail_count`` [B] columns are real.
+    ``place`` [B, S]: of each token in its own text, where several stand one behind the other.
     """
-    place = jnp.arange(text.shape[1])
+    place = jnp.arange(text.shape[1]) if place is None else place
     agree = jnp.ones(text.shape, bool)
     overlap = jnp.zeros(text.shape, jnp.int32)
     for i in range(tail.shape[1]):
@@ -90,27 +95,56 @@ def lookup(
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram(OnChain[None, jax.Array]):
-    """Prompt lookup with a chain of up to ``length`` tokens, see :func:`lookup`.
+class NGram(Proposer[None, jax.Array]):
+    """Prompt lookup with a chain of up to ``length`` tokens, see :func:`lookup`, or a tree.
 
-    ``max_ngram`` and ``min_ngram``: the longest and shortest suffix searched for, both included. Raises
-    ConfigError for settings beyond ``limits`` or ``min_ngram > max_ngram``. State: the row's tokens, [B,
-    capacity] int32.
+    ``max_ngram`` and ``min_ngram``: the longest and shortest suffix searched for, both included.
+    ``candidates``: continuations, of which more than one are merged into a tree of the ``size`` likeliest
+    nodes, root included (None: as many as two whole continuations have; see ``continuations``). Raises
+    ConfigError for settings beyond ``limits``, ``min_ngram > max_ngram`` and a ``size`` beside one candidate.
+    State: the row's tokens, [B, capacity] int32.
     """
 
     length: int = 7
     max_ngram: int = 5
     min_ngram: int = 1
+    candidates: int = 1
+    size: int | None = None
 
     def __post_init__(self) -> None:
         check_count("NGram: length", self.length, MOST_DEPTH)
         for name in ("max_ngram", "min_ngram"):
             check_count(f"NGram: {name}", getattr(self, name), MOST_NGRAM)
+        check_count("NGram: candidates", self.candidates, MOST_BRANCHING)
         if self.min_ngram > self.max_ngram:
             raise ConfigError(
                 f"NGram: min_ngram {self.min_ngram} exceeds max_ngram {self.max_ngram}; "
                 "the shortest suffix cannot be longer than the longest"
             )
+        if self.size is None:
+            return
+        if self.candidates == 1:
+            raise ConfigError(
+                f"NGram: size {self.size} counts the nodes of a tree of several candidates; one candidate is "
+                "a chain, whose length says it all"
+            )
+        check_count("NGram: size, which counts the root,", self.size, MOST_NODES, least=2)
+
+    @property
+    def nodes(self) -> int:
+        """N, root included."""
+        whole = pool(self.candidates, self.length)
+        return min(self.size or pool(2, self.length), whole)
+
+    @property
+    def depth(self) -> int:
+        """D."""
+        return min(self.length, self.nodes - 1)
+
+    @property
+    def chain(self) -> bool:
+        """With one candidate."""
+        return self.candidates == 1
 
     @property
     def draws(self) -> bool:
@@ -136,13 +170,19 @@ class NGram(OnChain[None, jax.Array]):
         rows: RowSampling,
         keys: jax.Array,
     ) -> tuple[Draft, jax.Array]:
-        """The continuation of the longest earlier occurrence; nodes without one are not valid."""
+        """What followed the longest earlier occurrences; nodes without one are not valid."""
         del params, rows, keys
-        tokens, count, _ = lookup(
-            with_root(state, root, lengths),
-            lengths,
-            length=self.length,
-            max_ngram=self.max_ngram,
-            min_ngram=self.min_ngram,
+        text = with_root(state, root, lengths)
+        if self.chain:
+            tokens, count, _ = lookup(
+                text, lengths, length=self.length, max_ngram=self.max_ngram, min_ngram=self.min_ngram
+            )
+            return chain_draft(root, tokens, count, Proposal()), state
+        overlap = suffix_overlap(text, last_tokens(text, lengths, self.max_ngram), lengths + 1)
+        left = jnp.maximum(lengths[:, None] - jnp.arange(text.shape[1]), 0)
+        places, agreed = best_places(
+            overlap, left, count=self.candidates, length=self.length, least=self.min_ngram
         )
-        return chain_draft(root, tokens, count, Proposal()), state
+        offered = jnp.take_along_axis(left, places, axis=1)
+        tokens = after(text, places, self.length)
+        return merged(root, tokens, offered, agreed, nodes=self.nodes), state

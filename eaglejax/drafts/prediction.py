@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,8 @@ class Prediction(OnChain[None, PredictionState]):
     text (:func:`~eaglejax.drafts.ngram.lookup`); without that too, the prediction goes on as if the last
     token had replaced the predicted one.
     """
+
+    reads_predictions: ClassVar[bool] = True
 
     length: int = 15
     memory: int = 16

@@ -109,6 +109,19 @@ def family_of(proposer: Any) -> DraftFamily | None:
     return next((family for family in families() if isinstance(proposer, family.proposer)), None)
 
 
+def check_basis_of(bound: Bound, target: Target) -> None:
+    """Refuse a draft, or a cascade with one among its parts, in another basis than the target's. Raises
+    MismatchError."""
+    from eaglejax.drafts.base import Bound
+    from eaglejax.drafts.cascade.proposer import Cascade
+
+    if isinstance(bound.proposer, Cascade):
+        for part, params in zip(bound.proposer.parts, bound.params, strict=True):
+            check_basis_of(Bound(part, params, bound.source), target)
+    elif (family := family_of(bound.proposer)) is not None:
+        family.check(bound, target)
+
+
 def family_reading(file: Any) -> DraftFamily:
     """The family that understood a file. Raises ConfigError for none."""
     for family in families():

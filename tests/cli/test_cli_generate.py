@@ -251,14 +251,31 @@ def test_methods_draft_and_leave_the_text_alone(answers, model, tmp_path, rows_f
 
 def test_settings_of_a_speculative_config_reach_the_proposer(answers):
     target = ej.random_target(tiny_config())
-    settings = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    for key, field in (
-        ("num_speculative_tokens", "length"),
-        ("prompt_lookup_max", "max_ngram"),
-        ("prompt_lookup_min", "min_ngram"),
-    ):
-        one_setting = SpeculativeConfig("ngram", **{key: settings[key]})
-        assert proposer_from(target, one_setting) == ej.NGram(**{field: settings[key]})
+    told = {
+        ej.NGram(length=5): {"num_speculative_tokens": 5},
+        # One bound alone is both, as in vLLM.
+        ej.NGram(max_ngram=4, min_ngram=4): {"prompt_lookup_max": 4},
+        ej.NGram(max_ngram=2, min_ngram=2): {"prompt_lookup_min": 2},
+        ej.NGram(max_ngram=4, min_ngram=2): {"prompt_lookup_max": 4, "prompt_lookup_min": 2},
+        ej.NGram(candidates=3, size=9): {"tree_branching": 3, "tree_nodes": 9},
+    }
+    for proposer, settings in told.items():
+        assert proposer_from(target, SpeculativeConfig("ngram", **settings)) == proposer
+    told = {
+        ej.Suffix(): {},
+        ej.Suffix(length=5, size=6): {"num_speculative_tokens": 5},
+        ej.Suffix(length=5, size=9, places=2): {
+            **{"num_speculative_tokens": 5, "tree_nodes": 9, "tree_branching": 2}
+        },
+        ej.Suffix(max_tree_depth=10, max_spec_factor=2.0, min_token_prob=0.2, max_cached_requests=0): {
+            "suffix_decoding_max_tree_depth": 10,
+            "suffix_decoding_max_spec_factor": 2.0,
+            "suffix_decoding_min_token_prob": 0.2,
+            "suffix_decoding_max_cached_requests": 0,
+        },
+    }
+    for proposer, settings in told.items():
+        assert proposer_from(target, SpeculativeConfig("suffix", **settings)) == proposer
     longer = SpeculativeConfig("prediction", num_speculative_tokens=9)
     assert proposer_from(target, longer) == ej.Prediction(length=9)
 

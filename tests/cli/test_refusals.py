@@ -17,6 +17,22 @@ REFUSED = [
     (["generate", "--target", "T"], "--prompt TEXT and --prompts FILE"),
     ([*GENERATE, "--prompts", "ROWS"], "give one of"),
     ([*GENERATE, "--method", "magic"], "method 'magic' is not known; methods are ar, ngram"),
+    ([*GENERATE, "--method", "cascade"], "'cascade' needs 'parts', a list of the configs of two"),
+    (
+        [*GENERATE, "--speculative-config", '{"method": "cascade", "parts": [{"method": "ngram"}]}'],
+        "two methods or more",
+    ),
+    (
+        [
+            *(*GENERATE, "--speculative-config"),
+            '{"method": "cascade", "parts": [{"method": "ngram"}, {"method": "ar"}]}',
+        ],
+        "'ar' cannot be a part of a cascade",
+    ),
+    (
+        [*GENERATE, "--speculative-config", '{"method": "cascade", "parts": [{"method": "ngram", "x": 1}]}'],
+        "unknown key 'x'",
+    ),
     ([*GENERATE, "--method", "draft_model"], "needs a draft; name one with --draft"),
     ([*GENERATE, "--method", "EAGLE-3"], "method 'eagle3' needs a draft"),
     ([*GENERATE, "--method", "AR", "--speculative-config", NGRAM], "--method says 'ar'"),

@@ -21,6 +21,7 @@ from loop_tools import (
     BATCH,
     PLAIN,
     SEED,
+    SMALL_VOCAB,
     Layers,
     full_forward,
     greedy_texts,
@@ -34,6 +35,7 @@ from width_tools import Likely, Turns
 
 from eaglejax import pytree
 from eaglejax.drafts.autoregressive import Autoregressive
+from eaglejax.drafts.cascade.proposer import Cascade
 from eaglejax.drafts.draft_model.proposer import DraftModel
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.config import EagleConfig
@@ -42,6 +44,7 @@ from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.drafts.ngram import NGram
 from eaglejax.drafts.prediction import Prediction
+from eaglejax.drafts.suffix.proposer import Suffix
 from eaglejax.drafts.tree import DynamicTree, StaticTree, chain, from_choices
 from eaglejax.kv_format import FORMATS
 from eaglejax.models.config import LayerSpec
@@ -159,6 +162,38 @@ def edited(proposer: Prediction, layers: Layers, small: bool, texts: Rows, turn:
         lambda t: None,
     ]
     return Predicted([edits[_which(t, turn) % 4](list(t)) for t in texts])
+
+
+def mixed_parts(target: Target) -> Cascade:
+    """A lookup beside a network, of whose nodes not all find room."""
+    return Cascade((NGram(3, 3, 1), Eagle(eagle_config(3, target, 1), DynamicTree(3, 3, 8))), size=8)
+
+
+def of_parts(proposer: Cascade, layers: Layers, small: bool, texts: Rows, turn: int) -> Any:
+    """The network's."""
+    return None, eagle_weights(proposer.parts[1], layers, small, texts, turn)
+
+
+def suffix(target: Target) -> Suffix:
+    """A store that holds what greedy decoding will answer, and what it will not."""
+    small = target.config.vocab_size == SMALL_VOCAB
+    proposer = (
+        Suffix(size=5, length=3, places=3, window=64) if small else Suffix(size=9, places=3, window=160)
+    )
+    texts = (
+        [(1, 0, 2, 1, 3), (4, 2, 1, 0, 4)]
+        if small
+        else [(*t[9:20], 1, *t[20:]) for t in greedy_texts(prompts())]
+    )
+    for text in texts:
+        proposer.store.add(text)
+    return proposer
+
+
+def none_predicted(proposer: Any, layers: Layers, small: bool, texts: Rows, turn: int) -> Any:
+    """Nothing but what ``inputs`` gives for requests without predictions."""
+    del proposer, layers, small, turn
+    return Predicted([None] * len(texts))
 
 
 def scripts(proposer: Scripted, layers: Layers, small: bool, texts: Rows, turn: int) -> Any:
@@ -304,6 +339,8 @@ ROWS = frozenset({"rows", "state"})
 PROPOSERS = [
     Case("ar", lambda target: Autoregressive(), slow=LAW | ROWS),
     Case("ngram", lambda target: NGram(length=4, max_ngram=3)),
+    Case("ngram_tree", lambda target: NGram(3, 3, 1, candidates=3, size=7), slow=LAW | ROWS),
+    Case("suffix", suffix, none_predicted, slow=frozenset({"metrics"})),
     Case("prediction", lambda target: Prediction(length=4), edited, committed=False, slow=ROWS),
     Case("draft_model", lambda target: DraftModel(target.config, length=2), itself, slow=LAW),
     Case("other_model", stranger, strange, slow=ROWS | LAW | {"greedy", "metrics"}),
@@ -318,6 +355,7 @@ PROPOSERS = [
     Case("eagle3_chain", **eagle(3, chain(2), sample=True), slow=ALL),
     Case("eagle3_tree", **eagle(3, TREE, 1, sample=True)),
     Case("eagle3_dynamic", **eagle(3, DynamicTree(3, 3, 8), 1), slow=LAW),
+    Case("cascade", mixed_parts, of_parts, committed=False, slow=LAW | ROWS | {"metrics"}),
     Case("narrow_eagle", **eagle(3, chain(2), cache_dtype="int8"), slow=ALL),
     Case("drawn_tree", **from_tables(TREE), slow=ALL),
     Case("drawn_again", **from_tables(TREE, replacement=True), slow=ALL),

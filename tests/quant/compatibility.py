@@ -21,7 +21,8 @@ from eaglejax.quant.schemes import SCHEMES
 
 PLAIN, PLAIN_CACHE = "float", "float32"
 TREE = "eagle3"
-METHOD_AXIS = tuple(name for name in METHODS if name != "ar")
+METHOD_AXIS = tuple(name for name in METHODS if name not in ("ar", "cascade"))
+"""A cascade is what its parts are."""
 SCHEME_AXIS = (PLAIN, *SCHEMES)
 CACHE_AXIS = FORMATS
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"

@@ -8,7 +8,7 @@ target accepts, the cache is right for it by moving its length alone.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,8 @@ class DraftModel(OnChain[decoder.Params, DraftModelState]):
     draft's keys and values, by name (see ``KVFormat``; None: the dtype of its weights). Raises ConfigError
     for a length beyond ``limits``.
     """
+
+    keeps_own_drafts: ClassVar[bool] = True
 
     config: ModelConfig
     length: int = 4

@@ -1,0 +1,198 @@
+"""A cascade's tree against one written out, what it counts, and that it is worth its best part."""
+
+from __future__ import annotations
+
+import collections
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from draft_tools import first_proposal, observation, pad, predicting, propose
+from test_continuations import paths
+
+import eaglejax as ej
+from eaglejax.drafts.base import Draft, Proposal
+from eaglejax.drafts.cascade.merge import merge, pooled, right
+from eaglejax.drafts.cascade.proposer import Cascade, cascade
+from eaglejax.drafts.draft_model.proposer import DraftModel
+from eaglejax.drafts.ngram import NGram
+from eaglejax.drafts.prediction import Prediction
+from eaglejax.drafts.suffix.proposer import Suffix
+from eaglejax.errors import ConfigError
+from eaglejax.models.config import ModelConfig
+from eaglejax.models.target import random_target
+from eaglejax.nn.rope import RopeConfig
+
+CAPACITY = 48
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position=128,
+    rope=RopeConfig(),
+    query_scale=8**-0.5,
+)
+
+
+def random_draft(rng, rows, nodes, vocab):
+    """A tree whose siblings differ, and its scores."""
+    tokens, parent, depth = (np.zeros((rows, nodes), np.int32) for _ in range(3))
+    valid, score = np.ones((rows, nodes), bool), np.ones((rows, nodes), np.float32)
+    for b in range(rows):
+        for i in range(1, nodes):
+            free = [
+                (p, t)
+                for p in range(i)
+                for t in range(vocab)
+                if t not in [tokens[b, j] for j in range(1, i) if parent[b, j] == p]
+            ]
+            above, token = free[rng.integers(len(free))]
+            parent[b, i], tokens[b, i], depth[b, i] = above, token, depth[b, above] + 1
+            valid[b, i] = valid[b, above] and rng.random() < 0.9
+            score[b, i] = score[b, above] * rng.uniform(0.2, 1)
+    fields = map(jnp.asarray, (tokens, parent, depth, valid))
+    return Draft(*fields, Proposal(), jnp.asarray(score), max_depth=int(depth.max()))
+
+
+def test_a_merged_tree_has_every_path_once_at_its_best_chance() -> None:
+    rng = np.random.default_rng(0)
+    rows, sizes, vocab = 20, (7, 5, 6), 3
+    drafts = [random_draft(rng, rows, n, vocab) for n in sizes]
+    pool = pooled(drafts)
+    deepest = max(d.max_depth for d in drafts)
+    root = jnp.full(rows, 9)
+    whole = merge(root, pool, pool.chance, nodes=sum(sizes) - 2, depth=deepest)
+    small = merge(root, pool, pool.chance, nodes=6, depth=min(deepest, 5))
+    shared = 0
+    for row in range(rows):
+        best: dict[tuple[int, ...], float] = collections.defaultdict(float)
+        found = [paths(d, row) for d in drafts]
+        for path in sorted({p for one in found for p in one}, key=len):
+            for one in found:
+                if path in one:
+                    above = one[path[:-1]] if len(path) > 1 else 1.0
+                    # Behind what any part thinks best of the text above.
+                    higher = best[path[:-1]] if len(path) > 1 else 1.0
+                    best[path] = max(best[path], one[path] / above * higher)
+        shared += sum(map(len, found)) > len(best)
+        got = paths(whole, row)
+        assert got.keys() == best.keys()
+        for path, chance in got.items():
+            np.testing.assert_allclose(chance, best[path], rtol=1e-5)
+        few = paths(small, row)
+        assert len(few) == min(5, len(best))
+        chosen = sorted(few.values(), reverse=True)
+        np.testing.assert_allclose(chosen, sorted(best.values(), reverse=True)[:5], rtol=1e-5)
+        assert all(path[:-1] in few or len(path) == 1 for path in few)
+    assert shared > 5
+
+
+def test_what_came_is_judged_as_far_as_it_is_known() -> None:
+    pool = pooled([random_draft(np.random.default_rng(1), 1, 9, 2)])
+    tokens, parent, depth, valid = (
+        np.asarray(x)[0] for x in (pool.tokens, pool.parent, pool.depth, pool.valid)
+    )
+    for truth in ([0, 1, 0], [1, 1, 1], [0, 0, 1]):
+        for known in range(4):
+            came, judged = right(pool, jnp.asarray([truth]), jnp.asarray([known]))
+            for i in range(len(tokens)):
+                line = [i]
+                while parent[line[-1]] >= 0:
+                    line.append(parent[line[-1]])
+                line = line[::-1]
+                above = all(tokens[n] == truth[k] for k, n in enumerate(line[:-1]) if k < 3)
+                could = bool(valid[i]) and depth[i] <= known and above
+                assert bool(judged[0, i]) == could
+                assert bool(came[0, i]) == (could and tokens[i] == truth[depth[i] - 1])
+
+
+def test_a_part_that_is_wrong_loses_its_place() -> None:
+    """Two parts that never agree: the one whose guesses came is asked first, by whichever row."""
+    good, bad = Prediction(length=3), NGram(length=3, max_ngram=2, min_ngram=1)
+    proposer = Cascade((good, bad), size=4)
+    # In the row 5 was followed by 6, in truth and in the prediction by 7.
+    text, truth = [5, 6, 1, 2, 5, 6, 3], [5, 7, 5, 7, 5, 7, 5, 7, 5, 7, 5, 7]
+    inputs = proposer.inputs(predicting([truth]), 1)
+    state = proposer.init(None, batch=1, capacity=CAPACITY, inputs=inputs)
+    state = proposer.observe(None, state, observation(pad([text], CAPACITY), [0], [len(text)]))
+    whole, at, widths = text + truth, len(text), []
+    for _ in range(6):
+        draft, state = propose(proposer, None, state, jnp.asarray([whole[at]]), jnp.asarray([at]))
+        widths.append(paths(draft))
+        following = np.asarray([whole[at + 1 : at + 2]])
+        seen = observation([whole[at : at + 1]], [at], [1])
+        state = proposer.observe(None, state, seen.replace(following=jnp.asarray(following)))
+        at += 1
+    assert float(state.seen.sum()) > 0
+    rate = np.asarray(state.hits.sum(2) / np.maximum(state.seen.sum(2), 1e-9))[0]
+    assert rate[0] > rate[1]
+    assert (7,) in widths[-1] or (5,) in widths[-1]
+
+
+def test_it_takes_no_fewer_tokens_a_round_than_its_parts() -> None:
+    target = random_target(CONFIG, seed=3)
+    rng = np.random.default_rng(2)
+    block = rng.integers(0, target.config.vocab_size, 12).tolist()
+    prompts = [block * 2, block[3:] + block[:7]]
+    plain = [r.token_ids for r in ej.generate(target, prompts, max_new_tokens=48, ignore_eos=True)]
+    store = Suffix(window=256)
+    store.store.add(plain[0][:30])
+    parts = [NGram(length=4, max_ngram=3), store]
+
+    def forwards(proposer):
+        found = ej.generate(target, prompts, proposer=proposer, max_new_tokens=48, ignore_eos=True)
+        assert [r.token_ids for r in found] == plain
+        return [r.stats.target_forwards for r in found]
+
+    alone = [forwards(part) for part in (parts[0], Suffix(window=256, store=copy_of(store, plain[0][:30])))]
+    together = forwards(cascade(*parts, size=24))
+    assert sum(together) <= min(map(sum, alone))
+
+
+def copy_of(proposer, text):
+    """Another store with the same text: what one run learns must not help the next."""
+    other = Suffix(window=256)
+    other.store.add(text)
+    return other.store
+
+
+@pytest.mark.parametrize(
+    ("parts", "match"),
+    [
+        ((NGram(),), "two parts or more, not 1"),
+        ((NGram(), Cascade((NGram(), Suffix()))), "Cascade cannot be part"),
+        ((NGram(), ej.Autoregressive()), "Autoregressive cannot be part"),
+    ],
+)
+def test_refuses(parts, match) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Cascade(parts)
+
+
+def test_refuses_parts_that_draw_or_take_all_for_their_own() -> None:
+    target = random_target(CONFIG, seed=3)
+    with pytest.raises(ConfigError, match="DraftModel cannot be part of a cascade"):
+        Cascade((NGram(), DraftModel(target.config)))
+    with pytest.raises(ConfigError, match="a part of a cascade is 'ngram'"):
+        cascade("ngram", NGram())
+    with pytest.raises(ConfigError, match="size is 1"):
+        Cascade((NGram(), Suffix()), size=1)
+    with pytest.raises(ConfigError, match="predictions are given"):
+        Cascade((NGram(), Suffix())).inputs(predicting([[1]]), 1)
+
+
+def test_a_first_draft_holds_those_of_all_parts() -> None:
+    text = [1, 2, 3, 4, 1, 2]
+    proposer = Cascade((NGram(length=2), Prediction(length=2)))
+    inputs = proposer.inputs(predicting([[9, 2, 8, 7]]), 1)
+    assert set(paths(first_proposal(proposer, None, [text], CAPACITY, inputs))) == {
+        (3,),
+        (3, 4),
+        (8,),
+        (8, 7),
+    }
