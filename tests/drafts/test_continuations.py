@@ -172,5 +172,5 @@ def test_refuses(settings: dict[str, object], match: str) -> None:
 def test_a_tree_of_one_candidate_has_no_size() -> None:
     with pytest.raises(ConfigError, match="one candidate is a chain"):
         NGram(size=4)
-    with pytest.raises(ConfigError, match="at least 2"):
+    with pytest.raises(ConfigError, match="from 2 to"):
         NGram(candidates=2, size=1)
