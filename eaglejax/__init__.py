@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from eaglejax.drafts.draft_model.load import load_draft_model
     from eaglejax.drafts.draft_model.proposer import DraftModel
     from eaglejax.drafts.eagle.proposer import Eagle
+    from eaglejax.drafts.mtp.family import load_mtp
+    from eaglejax.drafts.mtp.proposer import Mtp
     from eaglejax.drafts.ngram import NGram
     from eaglejax.drafts.prediction import Prediction
     from eaglejax.drafts.registry import load_draft
@@ -55,6 +57,7 @@ __all__ = [
     "Eagle",
     "EaglejaxError",
     "Generation",
+    "Mtp",
     "NGram",
     "Piece",
     "Plan",
@@ -71,6 +74,7 @@ __all__ = [
     "get_scheme",
     "load_draft",
     "load_draft_model",
+    "load_mtp",
     "load_target",
     "quantize_target",
     "random_target",
@@ -88,6 +92,7 @@ _PLACES = {
     "Eagle": "eaglejax.drafts.eagle.proposer",
     "EaglejaxError": "eaglejax.errors",
     "Generation": "eaglejax.speculate.generate",
+    "Mtp": "eaglejax.drafts.mtp.proposer",
     "NGram": "eaglejax.drafts.ngram",
     "Piece": "eaglejax.speculate.generate",
     "Plan": "eaglejax.quant.schemes",
@@ -104,6 +109,7 @@ _PLACES = {
     "get_scheme": "eaglejax.quant.schemes",
     "load_draft": "eaglejax.drafts.registry",
     "load_draft_model": "eaglejax.drafts.draft_model.load",
+    "load_mtp": "eaglejax.drafts.mtp.family",
     "load_target": "eaglejax.checkpoint.target",
     "quantize_target": "eaglejax.quant.quantize",
     "random_target": "eaglejax.models.target",

@@ -157,15 +157,21 @@ def test_a_circle_is_found_wherever_it_is_closed(tmp_path: Path) -> None:
     assert import_circles(tmp_path) == {"eaglejax": [["high", "low"]], "eaglejax.low": [["one", "two"]]}
 
 
+FAMILIES = ("dflash", "eagle", "mtp")
+"""Folders of the families of drafts that have a configuration of their own."""
+
 RECORDS = {
-    ("eaglejax.drafts.registry", "eaglejax.drafts.eagle.family"),
-    ("eaglejax.drafts.registry", "eaglejax.drafts.eagle.methods"),
-    ("eaglejax.train.registry", "eaglejax.train.eagle.family"),
+    (f"eaglejax.{floor}.registry", f"eaglejax.{floor}.{family}.{module}")
+    for floor, modules in (("drafts", ("family", "methods")), ("train", ("family",)))
+    for module in modules
+    for family in FAMILIES
 }
 """The registries, and of a family's folder the modules that they list."""
 
-OWN = ("eaglejax.drafts.eagle", "eaglejax.train.eagle", "eaglejax.interop.convert.eagle")
-"""Where EAGLE's drafts are themselves the subject."""
+
+def own(family: str) -> tuple[str, ...]:
+    """Where a family's drafts are themselves the subject."""
+    return (f"eaglejax.drafts.{family}", f"eaglejax.train.{family}", f"eaglejax.interop.convert.{family}")
 
 
 def within(module: str, folder: str) -> bool:
@@ -176,14 +182,16 @@ def test_a_family_of_drafts_is_known_by_its_records_alone() -> None:
     """Nobody else names its configuration, so that nobody can ask for its version."""
     modules, listed, wrong = module_names(ROOT), set(), []
     for importer, path in modules.items():
-        if any(within(importer, folder) for folder in OWN):
-            continue
         for line, name in imports(path):
             found = name if name in modules else name.rpartition(".")[0]
             if (importer, found) in RECORDS:
                 listed.add((importer, found))
-            elif any(within(name, folder) for folder in OWN[:2]):
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+                continue
+            for family in FAMILIES:
+                if any(within(importer, folder) for folder in own(family)):
+                    continue
+                if any(within(name, folder) for folder in own(family)[:2]):
+                    wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong
     assert listed == RECORDS
 

@@ -285,12 +285,14 @@ def rules_of(config: ModelConfig) -> list[Rule]:
 _BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 """Buffers that old checkpoints carry; they follow from the configuration."""
 
+_MODULES = (r"(model\.)?mtp(_layers)?\..*",)
+"""Modules that draft under names of their own (multi-token prediction; see ``drafts.mtp``)."""
+
 _TOWERS = {
     "gemma3_text": (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), (r"(model\.)?visual\..*", r"mtp\..*")),
-    "qwen3_next": (r"mtp\..*",),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), (r"(model\.)?visual\..*",)),
 }
-"""The other towers of checkpoints whose language model is read, and the draft layers that some keep."""
+"""The other towers of checkpoints whose language model is read."""
 
 _DRAFTING_LAYERS = ("deepseek_v3", "kimi_k2", "glm4_moe")
 """Families that keep draft layers (multi-token prediction) behind their own."""
@@ -301,7 +303,7 @@ def ignorable_of(config: ModelConfig) -> tuple[str, ...]:
     drafting: tuple[str, ...] = ()
     if config.family in _DRAFTING_LAYERS:
         drafting = tuple(rf"model\.layers\.{config.num_layers + i}\..*" for i in range(_MOST_DRAFTING))
-    return (*_BUFFERS, *_TOWERS.get(config.family, ()), *drafting)
+    return (*_BUFFERS, *_MODULES, *_TOWERS.get(config.family, ()), *drafting)
 
 
 _MOST_DRAFTING = 4

@@ -26,7 +26,7 @@ class Bench:
     """A JSON Lines file, see `eaglejax generate`."""
     methods: str | None = None
     """Methods with commas between them; plain decoding (ar) is always among them. Default: ngram, or what the
-    draft is (eagle or draft_model)."""
+    draft is (eagle, dflash, mtp or draft_model)."""
     draft: str | None = None
     """The draft of methods that have one: a folder, a Hub id or `demo`."""
     speculative_config: str | None = None
@@ -124,7 +124,7 @@ class Bench:
         if repeated:
             raise ConfigError(f"--methods names {min(repeated)!r} twice")
         chosen = {name: methods.method_named(name) for name in dict.fromkeys(["ar", *names])}
-        if self.draft is not None and not any(m.needs_draft for m in chosen.values()):
+        if self.draft is not None and not any(m.takes_draft for m in chosen.values()):
             raise ConfigError(
                 f"none of the methods {', '.join(names)} uses a draft, but --draft is {self.draft!r}"
             )
@@ -138,13 +138,15 @@ class Bench:
                 f"--speculative-config sets up {given.method!r}, which is not among {', '.join(names)}"
             )
         configs = {}
+        needed = any(m.needs_draft for m in chosen.values())
         for name, method in chosen.items():
             config = given if given is not None and given.method == name else SpeculativeConfig(name)
-            if method.needs_draft:
+            # A method whose draft may be among the target's files takes the named one where nobody needs it.
+            if method.needs_draft or (method.takes_draft and not needed):
                 config = dataclasses.replace(config, model=self.draft)
             if self.aux_convention is not None and "aux_convention" in method.settings:
                 config = dataclasses.replace(config, aux_convention=self.aux_convention)
-            if self.draft_kv_cache_dtype is not None and method.needs_draft:
+            if self.draft_kv_cache_dtype is not None and method.takes_draft:
                 config = dataclasses.replace(config, kv_cache_dtype=self.draft_kv_cache_dtype)
             configs[name] = config
         if self.aux_convention is not None and not any(c.aux_convention for c in configs.values()):

@@ -28,10 +28,10 @@ class Generate:
     target: str
     """The model: `demo`, a folder, a .gguf file or a Hub id."""
     draft: str | None = None
-    """The draft: an EAGLE checkpoint or a smaller model; a folder, a Hub id or `demo`."""
+    """The draft: an EAGLE, DFlash or MTP checkpoint or a smaller model; a folder, a Hub id or `demo`."""
     method: str | None = None
-    """ar, ngram, prediction, draft_model, eagle, eagle1, eagle2 or eagle3. Default: eagle or draft_model, by
-    what the draft is, and ar without one."""
+    """ar, ngram, prediction, draft_model, eagle, eagle1, eagle2, eagle3, dflash, or mtp, which needs no draft
+    where the target's files hold one. Default: by what the draft is, and ar without one."""
     prompt: str | None = None
     """One prompt."""
     prompts: str | None = None

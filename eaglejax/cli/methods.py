@@ -32,12 +32,14 @@ class Method:
 
     ``settings``: the keys of a SpeculativeConfig that it knows, ``model`` apart. ``build`` makes the proposer
     of a checked config; None is plain autoregressive decoding. ``check``: refuses settings that cannot be.
-    ``needs_draft``: a draft must be named. ``reads_prediction``: it drafts from predictions.
+    ``takes_draft``: a draft can be named, ``needs_draft``: it must be. ``reads_prediction``: it drafts
+    from predictions.
     """
 
     settings: tuple[str, ...]
     build: Build
     check: Callable[[SpeculativeConfig], None] = lambda config: None
+    takes_draft: bool = False
     needs_draft: bool = False
     reads_prediction: bool = False
 
@@ -148,15 +150,15 @@ def _of_family(name: str) -> Method:
     entry, method = registry.methods()[name]
 
     def build(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
-        assert config.model is not None
+        model = config.model or target.need_source().spec
         reads = entry.record().reading
         options = {"method": name} | method.options(config)
         reading = {k: options.pop(k) for k in ("method", *reads) if k in options}
-        family, file = registry.read_draft(config.model, **reading)
-        show.print_notes_once(config.model, file.path, file.notes)
-        return family.load(file, target, dtype=target.dtype, draft=config.model, **options)
+        family, file = registry.read_draft(model, **reading)
+        show.print_notes_once(str(model), file.path, file.notes)
+        return family.load(file, target, dtype=target.dtype, draft=model, **options)
 
-    return Method(method.settings, build, method.check, needs_draft=True)
+    return Method(method.settings, build, method.check, takes_draft=True, needs_draft=not method.in_target)
 
 
 def draft_reading(aux_convention: AuxConvention, aux: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -193,6 +195,14 @@ ALIASES = {
     "suffix_decoding": "suffix",
     "draft": "draft_model",
     "standalone": "draft_model",
+    "nextn": "mtp",
+    **dict.fromkeys(
+        (
+            *("deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
+            *("qwen3_5_mtp", "ernie_mtp", "longcat_flash_mtp"),
+        ),
+        "mtp",
+    ),
 }
 """What other engines call some methods (vLLM, vLLM-Ascend, SGLang)."""
 
@@ -259,7 +269,7 @@ def check_config(config: SpeculativeConfig) -> None:
     for key in config.given():
         if key != "model" and key not in method.settings:
             raise ConfigError(f"method {config.method!r} has no setting {key!r}; it has {_settings(method)}")
-    if config.model is not None and not method.needs_draft:
+    if config.model is not None and not method.takes_draft:
         raise ConfigError(f"method {config.method!r} uses no draft, but {config.model!r} is given as one")
     if config.model is None and method.needs_draft:
         raise ConfigError(f"method {config.method!r} needs a draft; name one with --draft")
@@ -269,7 +279,7 @@ def check_config(config: SpeculativeConfig) -> None:
 
 
 def _settings(method: Method) -> str:
-    names = [*method.settings, *(["model"] if method.needs_draft else [])]
+    names = [*method.settings, *(["model"] if method.takes_draft else [])]
     return ", ".join(names) or "none"
 
 

@@ -111,6 +111,11 @@ class DraftFamily(abc.ABC):
     def shown(self, files: DraftFiles) -> bool:
         """Whether the tensors are those of such a draft; asked where no config declares another family."""
 
+    def within(self, files: DraftFiles) -> bool:
+        """Whether files of another kind, a whole target's, hold such a draft too."""
+        del files
+        return False
+
     @abc.abstractmethod
     def read(self, files: DraftFiles, *, method: str = "auto", **reading: Any) -> UnderstoodFile:
         """Understand the files. Raises CheckpointError or ConfigError that names what is wrong."""

@@ -82,20 +82,6 @@ def _any(*patterns: str) -> Callable[[Collection[str]], bool]:
     return shown
 
 
-def _dflash(names: Collection[str]) -> bool:
-    """One norm over the fused features for all layers, and layers that read H."""
-    return any(re.search(r"^(model\.)?hidden_norm\.weight$", n) for n in names) and _any(
-        r"(^|\.)fc\.weight$", r"layers\.0\.self_attn\.q_proj"
-    )(names)
-
-
-def _mtp_alone(names: Collection[str]) -> bool:
-    """The module's own projection and norms, without a model around it."""
-    return _any(r"(^|\.)(eh_proj|mtp\.fc|mtp_layers\.\d+\.\w+|input_proj)\.weight$|^mtp\.")(
-        names
-    ) and not any(re.search(r"^(model\.)?layers\.0\.self_attn\.", n) for n in names if "mtp" not in n)
-
-
 KNOWN: tuple[KnownDraft, ...] = (
     KnownDraft(
         "DSpark",
@@ -104,13 +90,7 @@ KNOWN: tuple[KnownDraft, ...] = (
         keys=("dspark_config", "dspark_block_size", "markov_rank"),
         shown=_any(r"markov|confidence_head"),
     ),
-    KnownDraft(
-        "DFlash",
-        types=("dflash", "dflash2", "domino"),
-        architectures=r"(?i)dflash|domino",
-        keys=("dflash_config",),
-        shown=_dflash,
-    ),
+    KnownDraft("DFlash 2 or Domino", types=("dflash2", "domino"), architectures=r"(?i)dflash2|domino"),
     KnownDraft(
         "P-EAGLE",
         types=("peagle", "p_eagle", "parallel_eagle"),
@@ -150,20 +130,6 @@ KNOWN: tuple[KnownDraft, ...] = (
         types=("redrafter", "recurrent_drafter"),
         architectures=r"(?i)(re|recurrent_?)drafter",
         keys=("redrafter_num_layers",),
-    ),
-    KnownDraft(
-        "MTP",
-        types=(
-            "mtp",
-            "deepseek_mtp",
-            "mimo_mtp",
-            "glm4_moe_mtp",
-            "qwen3_next_mtp",
-            "ernie_mtp",
-            "longcat_flash_mtp",
-        ),
-        architectures=r"MTP|NextN|(?i:nextn)",
-        shown=_mtp_alone,
     ),
 )
 """Asked in this order, before the families that run: their patterns are the narrower ones."""

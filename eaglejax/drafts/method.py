@@ -19,8 +19,10 @@ class DraftMethod:
 
     ``settings``: the keys of a SpeculativeConfig that it knows, ``model`` apart. ``options``: what these are
     as options of ``load_draft``. ``check``: refuses settings that cannot be, before anything is loaded.
+    ``in_target``: without a model, the draft is among the target's own files.
     """
 
     settings: tuple[str, ...]
     options: Callable[[SpeculativeConfig], dict[str, Any]]
     check: Callable[[SpeculativeConfig], None] = lambda config: None
+    in_target: bool = False

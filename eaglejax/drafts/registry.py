@@ -13,10 +13,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from eaglejax.drafts.dflash.methods import FORM_NAMES as DFLASH_FORMS
+from eaglejax.drafts.dflash.methods import METHODS as DFLASH
 from eaglejax.drafts.draft_model.methods import METHODS as WHOLE_MODEL
 from eaglejax.drafts.eagle.methods import FORM_NAMES
 from eaglejax.drafts.eagle.methods import METHODS as EAGLE
 from eaglejax.drafts.method import DraftMethod
+from eaglejax.drafts.mtp.methods import FORM_NAMES as MTP_FORMS
+from eaglejax.drafts.mtp.methods import METHODS as MTP
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.naming import known_name
 
@@ -39,6 +43,18 @@ class Entry:
     record: Callable[[], DraftFamily]
 
 
+def _mtp() -> DraftFamily:
+    from eaglejax.drafts.mtp.family import MtpFamily
+
+    return MtpFamily()
+
+
+def _dflash() -> DraftFamily:
+    from eaglejax.drafts.dflash.family import DFlashFamily
+
+    return DFlashFamily()
+
+
 def _eagle() -> DraftFamily:
     from eaglejax.drafts.eagle.family import EagleFamily
 
@@ -51,7 +67,12 @@ def _whole_model() -> DraftFamily:
     return DraftModelFamily()
 
 
-ENTRIES: list[Entry] = [Entry(EAGLE, FORM_NAMES, _eagle), Entry(WHOLE_MODEL, (), _whole_model)]
+ENTRIES: list[Entry] = [
+    Entry(MTP, MTP_FORMS, _mtp),
+    Entry(DFLASH, DFLASH_FORMS, _dflash),
+    Entry(EAGLE, FORM_NAMES, _eagle),
+    Entry(WHOLE_MODEL, (), _whole_model),
+]
 """In the order in which they are asked about tensors."""
 
 
@@ -92,6 +113,14 @@ def recognise(files: DraftFiles) -> DraftFamily:
         f"{files.path} holds no draft of a kind that is known: its tensors are {', '.join(names[:4])}"
         f"{' ...' if len(names) > 4 else ''}. {_runs()}"
     )
+
+
+def _family_for(files: DraftFiles, method: str) -> DraftFamily:
+    """The family of a draft, or the one of ``method`` whose drafts a whole target's files hold too."""
+    asked = next((family for family in families() if known_name(method, family.methods)), None)
+    if asked is not None and not files.gguf and asked.within(files):
+        return asked
+    return recognise(files)
 
 
 def _refusal(files: DraftFiles, kind: KnownDraft, why: str) -> CheckpointError:
@@ -156,7 +185,7 @@ def read_draft(spec: Spec, *, method: str = "auto", **reading: Any) -> tuple[Dra
     from eaglejax.drafts.files import opened
 
     files = opened(spec)
-    family = recognise(files)
+    family = _family_for(files, method)
     known = known_name(method, (*family.methods, "auto"))
     if known is None:
         raise ConfigError(
@@ -191,7 +220,7 @@ def load_draft(
     from eaglejax.models.target import weight_dtype
 
     files = opened(spec)
-    family = recognise(files)
+    family = _family_for(files, method)
     reading = {name: options.pop(name) for name in family.reading if name in options}
     family, file = read_draft(spec, method=method, **reading)
     for doubt in family.doubts(file):

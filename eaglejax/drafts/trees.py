@@ -3,10 +3,11 @@ none."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from eaglejax.config import SpeculativeConfig
 from eaglejax.drafts.limits import MOST_DEPTH, check_count
+from eaglejax.drafts.method import DraftMethod
 from eaglejax.drafts.tree import DynamicTree, StaticTree, chain, from_choices
 from eaglejax.errors import ConfigError
 
@@ -28,7 +29,7 @@ _DYNAMIC_KEYS = ("tree_depth", "tree_branching", "tree_nodes")
 
 def check(config: SpeculativeConfig) -> None:
     """Refuse trees that cannot be. Raises ConfigError."""
-    tree = _asked_for(config)
+    tree = asked_for(config)
     if config.draft_sample and isinstance(tree, DynamicTree):
         raise ConfigError(
             "a dynamic tree (tree_depth, tree_branching, tree_nodes) is made of the likeliest tokens; "
@@ -41,7 +42,7 @@ def check(config: SpeculativeConfig) -> None:
 def tree_of(config: SpeculativeConfig, default: Default) -> DynamicTree | StaticTree:
     """The tree of a checked config; where it names none the ``default`` kind, or a static tree for sampled
     drafts."""
-    tree = _asked_for(config)
+    tree = asked_for(config)
     if tree is not None:
         return tree
     return STATIC_TREE if default == "static" or config.draft_sample else default_dynamic_tree()
@@ -54,7 +55,8 @@ def default_dynamic_tree() -> DynamicTree:
     return CPU_TREE if jax.default_backend() == "cpu" else DynamicTree()
 
 
-def _asked_for(config: SpeculativeConfig) -> DynamicTree | StaticTree | None:
+def asked_for(config: SpeculativeConfig) -> DynamicTree | StaticTree | None:
+    """The tree that a config names, None where it names none. Raises ConfigError for trees that cannot be."""
     paths, length = config.speculative_token_tree, config.num_speculative_tokens
     sizes = {key: value for key in _DYNAMIC_KEYS if (value := getattr(config, key)) is not None}
     if sizes and (paths is not None or length is not None):
@@ -79,3 +81,34 @@ def _asked_for(config: SpeculativeConfig) -> DynamicTree | StaticTree | None:
         return None
     check_count("num_speculative_tokens", length, MOST_DEPTH)
     return chain(length)
+
+
+_SETTINGS = (
+    *("num_speculative_tokens", "speculative_token_tree", "draft_sample", "draft_temperature"),
+    *(*_DYNAMIC_KEYS, "min_confidence", "kv_cache_dtype"),
+)
+_OPTIONS = {
+    "draft_sample": "sample",
+    "draft_temperature": "temperature",
+    "min_confidence": "min_confidence",
+    "kv_cache_dtype": "cache_dtype",
+}
+
+
+def _options(config: SpeculativeConfig) -> dict[str, Any]:
+    given = {new: value for key, new in _OPTIONS.items() if (value := getattr(config, key)) is not None}
+    tree = asked_for(config)
+    return given if tree is None else {"tree": tree, **given}
+
+
+def _check(config: SpeculativeConfig) -> None:
+    if config.kv_cache_dtype is not None:
+        from eaglejax.kv_format import uncalibrated_format
+
+        uncalibrated_format(config.kv_cache_dtype)
+    check(config)
+
+
+def tree_method(*, in_target: bool = False) -> DraftMethod:
+    """The method of a family that drafts on any tree, and has one of its own where none is asked for."""
+    return DraftMethod(_SETTINGS, _options, _check, in_target=in_target)

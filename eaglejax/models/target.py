@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.devices.dtypes import check_weight_dtype
-from eaglejax.errors import RequestError
+from eaglejax.errors import ConfigError, RequestError
 from eaglejax.kv_format import KVFormat
 from eaglejax.models.config import ModelConfig
 from eaglejax.models.decoder import init_params
@@ -57,6 +57,12 @@ class Target:
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+
+    def need_source(self) -> Source:
+        """Where it was read from; raises ``ConfigError`` for a target that was made here."""
+        if self.source is None:
+            raise ConfigError(f"{self.name} was read from no files, so that none of them can hold its draft")
+        return self.source
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer; raises ``RequestError`` where there is none, so that only token ids can be given."""

@@ -90,12 +90,13 @@ class TrainingFamily(abc.ABC):
     """How drafts of one family are trained.
 
     ``name``: ``DraftFamily.name``. ``config``: the class of its configurations. ``algorithms``: values of
-    ``objective.algorithm`` that train it.
+    ``objective.algorithm`` that train it. ``method``: as which a draft to go on from is read.
     """
 
     name: ClassVar[str]
     config: ClassVar[type]
     algorithms: ClassVar[tuple[str, ...]]
+    method: ClassVar[str] = "auto"
 
     @abc.abstractmethod
     def planned(self, settings: TrainSettings, target: Target, file: Any = None) -> Any:

@@ -124,7 +124,8 @@ def _read_existing(settings: TrainSettings) -> Any:
     start = settings.draft.start
     if start in STARTS:
         return None
-    family, file = read_draft(start, aux=settings.draft.aux or None)
+    method = training_by(settings.objective).method
+    family, file = read_draft(start, method=method, aux=settings.draft.aux or None)
     if family.name not in OBJECTIVES:
         raise ConfigError(
             f"{start} holds a {family.name}, which there is no objective to train with; go on from a draft "

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from eaglejax.errors import ConfigError
+from eaglejax.train.dflash.family import DFlashTraining
 from eaglejax.train.eagle.family import EagleTraining
 from eaglejax.train.family import TrainingFamily
+from eaglejax.train.mtp.family import MtpTraining
 from eaglejax.train.objectives import Objective
 
-OBJECTIVES: dict[str, TrainingFamily] = {family.name: family for family in (EagleTraining(),)}
+OBJECTIVES: dict[str, TrainingFamily] = {
+    family.name: family for family in (EagleTraining(), MtpTraining(), DFlashTraining())
+}
 """How each family of drafts is trained, by ``DraftFamily.name``; others are run only."""
 
 

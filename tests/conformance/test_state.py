@@ -31,6 +31,7 @@ from loop_tools import (
 
 from eaglejax.drafts.base import Draft, Proposal
 from eaglejax.nn import kv_codec
+from eaglejax.nn.cache import Cache
 from eaglejax.nn.kv_codec import PackedKV
 from eaglejax.speculate import rounds
 
@@ -43,13 +44,34 @@ def is_packed(x: Any) -> bool:
     return isinstance(x, PackedKV)
 
 
+def committed(state: Any) -> Any:
+    """``state`` with zeros behind what each of its caches holds, which may be less than a row has tokens."""
+
+    def cut(cache: Any) -> Any:
+        if not isinstance(cache, Cache):
+            return cache
+        lengths = np.asarray(cache.lengths)
+
+        def zeroed(x: Any) -> Any:
+            slots = () if is_packed(x) else [axis for axis, n in enumerate(x.shape) if axis and n >= CAPACITY]
+            if not slots:
+                return x
+            x = np.array(x)
+            for row, length in enumerate(lengths):
+                np.moveaxis(x[row], slots[0] - 1, 0)[length:] = 0
+            return x
+
+        return dataclasses.replace(cache, layers=jax.tree.map(zeroed, cache.layers, is_leaf=is_packed))
+
+    return jax.tree.map(cut, state, is_leaf=lambda x: isinstance(x, Cache))
+
+
 def assert_same(got: Any, want: Any, lengths: Sequence[int], *, exact: bool, rows_too: bool = True) -> None:
     """Every array of one state against the other: slots up to each row's length; arrays without slots as
     they are, where ``rows_too`` is set. A narrow format's number may be the neighbour where rounding
     decides, which few show."""
-    pairs = zip(
-        *(jax.tree_util.tree_flatten_with_path(x, is_leaf=is_packed)[0] for x in (got, want)), strict=True
-    )
+    both = (jax.tree_util.tree_flatten_with_path(committed(x), is_leaf=is_packed)[0] for x in (got, want))
+    pairs = zip(*both, strict=True)
     for (path, a), (_, b) in pairs:
         name, loose = jax.tree_util.keystr(path), not exact
         if is_packed(a):

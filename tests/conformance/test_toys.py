@@ -29,8 +29,9 @@ from safetensors.numpy import save_file
 
 from eaglejax import pytree, sampling
 from eaglejax.drafts.base import Bound, Draft, Observation, Proposal
-from eaglejax.drafts.family import DraftFamily, DraftMethod
+from eaglejax.drafts.family import DraftFamily
 from eaglejax.drafts.files import DraftFiles
+from eaglejax.drafts.method import DraftMethod
 from eaglejax.drafts.registry import load_draft, registered
 from eaglejax.drafts.static import OnChain, chain_draft
 from eaglejax.models import families

@@ -1,6 +1,5 @@
 """The implementation of operations besides attention, chosen by a user for a whole run."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -10,11 +9,10 @@ import pytest
 
 from eaglejax import devices
 from eaglejax.devices import choice
-from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.errors import ConfigError, EaglejaxError
 from eaglejax.quant.array import QuantArray
 from eaglejax.quant.online import HadamardInput
-from eaglejax.train.eagle.attention import training_attention
+from eaglejax.train.attention import training_attention
 from kernels_pallas import dispatch
 from kernels_pallas.hopper import has_simulator
 
@@ -25,22 +23,11 @@ WEIGHT = QuantArray(
     values=jnp.asarray(RNG.integers(-127, 128, (64, 64)), jnp.int8),
     scale=jnp.asarray(RNG.uniform(0.01, 0.02, 64), jnp.float32),
 )
-CONFIG = EagleConfig(
-    version=3,
-    vocab_size=32,
-    draft_vocab_size=32,
-    hidden_size=64,
-    target_hidden_size=64,
-    intermediate_size=64,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=64,
-)
 
 
 def train():
     """One step's attention over a row of 16 tokens."""
-    attend = training_attention(CONFIG, jnp.zeros((1, 16), jnp.int32), remat=False)
+    attend = training_attention(jnp.zeros((1, 16), jnp.int32), windows=False, remat=False)
     causal = jnp.tril(jnp.ones((1, 16, 16), bool))
     return attend(Q, [Q], [Q], causal, scale=0.125, window=None)
 
@@ -111,9 +98,8 @@ def test_what_cannot_be_chosen_is_refused():
 
 def test_a_draft_with_windows_does_not_train_on_a_kernel_by_name(choose_operations):
     choose_operations(ttt_attention="tpu")
-    windowed = dataclasses.replace(CONFIG, windows=(4,))
     with pytest.raises(ConfigError, match="'tpu', which knows no attention with windows"):
-        training_attention(windowed, jnp.zeros((1, 16), jnp.int32), remat=False)
+        training_attention(jnp.zeros((1, 16), jnp.int32), windows=True, remat=False)
 
 
 def test_nothing_is_chosen_unasked():

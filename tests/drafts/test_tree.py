@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from eaglejax.drafts.draft_model.proposer import DraftModel
-from eaglejax.drafts.grow import DynamicTree
 from eaglejax.drafts.ngram import NGram
 from eaglejax.drafts.prediction import Prediction
-from eaglejax.drafts.tree import StaticTree, ancestors, chain, from_choices
+from eaglejax.drafts.tree import DynamicTree, StaticTree, ancestors, chain, from_choices
 from eaglejax.errors import ConfigError
 from eaglejax.speculate.options import DecodeOptions
 

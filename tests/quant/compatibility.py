@@ -32,13 +32,15 @@ TOKENS = 12
 @functools.cache
 def files() -> dict[str, str]:
     """Folders of the tiny model and of a draft for each method that needs one."""
-    from tiny_draft import EAGLE1, EAGLE3, write_eagle
+    from tiny_draft import EAGLE1, EAGLE3, write_dflash, write_eagle, write_mtp
     from tiny_model import write_model
 
     root = Path(tempfile.mkdtemp(prefix="compatibility-"))
     model = write_model(root / "model")
     one, three = write_eagle(root / "one", EAGLE1), write_eagle(root / "three", EAGLE3)
     drafts = {"eagle": three, "eagle1": one, "eagle2": one, "eagle3": three, "draft_model": model}
+    drafts["dflash"] = write_dflash(root / "dflash")
+    drafts["mtp"] = write_mtp(root / "mtp", ej.load_target(model, dtype="float32"))
     return {"model": model} | {name: path for name, path in drafts.items() if name in METHODS}
 
 
@@ -75,7 +77,7 @@ def scales(scheme: str):
 
 def decode(method: str, scheme: str, cache: str, prediction: str | None = None) -> list[int]:
     target = target_of(scheme)
-    if not METHODS[method].needs_draft:
+    if method not in files():
         config = SpeculativeConfig(method)
     else:
         config = SpeculativeConfig(method, model=files()[method])
@@ -120,8 +122,8 @@ def page(found: dict[tuple[str, str, str], bool]) -> str:
         "Drafting methods, weight schemes and formats of keys and values, pair by pair. This page is written",
         "by `pytest -m slow tests/quant/test_compatibility.py`: a tiny target decodes greedily in f32, plain",
         "and with the method, its weights and cache in the forms named. `=`: the same tokens; `x`: others.",
-        "The EAGLE drafts are random, so that most of their guesses are rejected; what lookups, predictions",
-        "and the draft model (the float target itself) guess is accepted.",
+        "The EAGLE, MTP and DFlash drafts are random, so that most of their guesses are rejected; what",
+        "lookups, predictions and the draft model (the float target itself) guess is accepted.",
         "How fast a cell is, [performance.md](performance.md) says.",
     ]
 

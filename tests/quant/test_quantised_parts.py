@@ -12,7 +12,7 @@ from test_start import SAMPLES, settings_with
 from tiny_model import write_model
 
 import eaglejax as ej
-from eaglejax.drafts.eagle.files.load import head_matrix
+from eaglejax.drafts.borrow import head_matrix
 from eaglejax.drafts.eagle.files.read import read_draft
 from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.drafts.registry import load_draft
@@ -23,8 +23,9 @@ from eaglejax.quant.online import HadamardInput, plain
 from eaglejax.quant.quantize import quantize_array, quantize_target
 from eaglejax.quant.schemes import Plan, get_scheme
 from eaglejax.rotation.rotate import rotate_target
+from eaglejax.train.chain import trained_rows
 from eaglejax.train.eagle import warm
-from eaglejax.train.eagle.objective import objective_loss, trained_rows
+from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.features import with_features
 from eaglejax.train.objectives import Objective
 from eaglejax.train.packing import assemble

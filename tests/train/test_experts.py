@@ -18,8 +18,9 @@ from eaglejax.drafts.registry import load_draft
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.nn.cache import Placement
 from eaglejax.nn.visible import Causal
+from eaglejax.train.chain import trained_rows
 from eaglejax.train.eagle import warm
-from eaglejax.train.eagle.objective import objective_loss, trained_rows
+from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.eagle.start import draft_config as new_config
 from eaglejax.train.losses import balance
 from eaglejax.train.objectives import Head, Objective

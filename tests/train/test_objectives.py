@@ -15,9 +15,10 @@ from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.model import EagleParams, init_eagle
 from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.errors import ConfigError
+from eaglejax.train import chain as module
 from eaglejax.train.batch import Batch, row_mask, shift
-from eaglejax.train.eagle import objective as module
-from eaglejax.train.eagle.objective import objective_loss, trained_rows
+from eaglejax.train.chain import trained_rows
+from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.objectives import Head, Objective
 
 MEMBER = np.zeros(VOCAB, bool)

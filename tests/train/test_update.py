@@ -12,12 +12,13 @@ from tiny_model import VOCAB
 from train_tools import draft_config, packed
 
 from eaglejax.drafts.eagle.model import EagleParams, init_eagle
-from eaglejax.drafts.eagle.unroll import step_attention
+from eaglejax.drafts.passes import step_attention
 from eaglejax.errors import ConfigError
 from eaglejax.train import trainer
+from eaglejax.train.attention import training_attention
+from eaglejax.train.chain import trained_rows
 from eaglejax.train.eagle import family as module
-from eaglejax.train.eagle.attention import training_attention
-from eaglejax.train.eagle.objective import objective_loss, trained_rows
+from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.logs import WandbLog
 from eaglejax.train.objectives import Head, Objective
 from eaglejax.train.optimizers import optimizer
@@ -94,7 +95,7 @@ def gradient_of(remat, batch):
     objective = Objective(steps=3)
 
     def loss(weights):
-        attend = training_attention(CONFIG, batch.documents, remat=remat)
+        attend = training_attention(batch.documents, windows=False, remat=remat)
         rows, params = trained_rows(objective, HEAD, batch), FROZEN.replace(weights=weights)
         return objective_loss(params, CONFIG, objective, HEAD, batch, rows, attention=attend)[0]
 
@@ -113,11 +114,10 @@ def test_attention_that_is_recomputed_gives_the_same_gradient_in_less_memory():
 
 def test_the_attention_of_a_draft_with_windows_is_never_recomputed():
     documents = jnp.ones((1, 4), jnp.int32)
-    windowed = draft_config(windows=(3,))
-    for config in (CONFIG, windowed):
-        assert training_attention(config, documents, remat=False) is step_attention
+    for windows in (False, True):
+        assert training_attention(documents, windows=windows, remat=False) is step_attention
     with pytest.raises(ConfigError, match="with windows"):
-        training_attention(windowed, documents, remat=True)
+        training_attention(documents, windows=True, remat=True)
 
 
 FIRST = 1 + 0.9 / 1.9

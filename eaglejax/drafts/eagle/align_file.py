@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.drafts.align import check_alignable, final_map, fold_fc, original_embedding, original_head
+from eaglejax.drafts.borrow import head_matrix
 from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.files.load import head_matrix, read_weights
+from eaglejax.drafts.eagle.files.load import read_weights
 from eaglejax.drafts.eagle.files.read import DraftFile
 from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.methods import FormName

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eaglejax.drafts.borrow import target_head
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.config import EagleConfig, default_boundaries
-from eaglejax.drafts.eagle.files.load import target_head
 from eaglejax.drafts.eagle.files.read import DraftFile
 from eaglejax.drafts.eagle.model import EagleParams
 from eaglejax.drafts.eagle.unroll import unroll

@@ -22,10 +22,11 @@ from eaglejax.drafts.tree import StaticTree
 from eaglejax.errors import EaglejaxError
 from eaglejax.models.target import Target
 from eaglejax.pytree import leaf_paths
+from eaglejax.train.attention import training_attention
 from eaglejax.train.batch import Batch
-from eaglejax.train.eagle.attention import training_attention
+from eaglejax.train.chain import trained_rows
 from eaglejax.train.eagle.cost import draft_cost, training_size
-from eaglejax.train.eagle.objective import objective_loss, trained_rows
+from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.eagle.start import existing_draft, new_draft, planned_config
 from eaglejax.train.family import Draft, DraftCost, Remember, TrainingFamily, TrainingSize, Weights
 from eaglejax.train.objectives import Head, Metrics, Objective
@@ -79,7 +80,7 @@ class EagleTraining(TrainingFamily):
     ) -> tuple[jax.Array, Metrics]:
         """``objective_loss``; the ``weights`` within ``frozen`` are ignored."""
         params = dataclasses.replace(frozen, weights=eagle_model.cast(weights, config, compute_dtype))
-        attend = training_attention(config, batch.documents, remat=remat, mesh=mesh)
+        attend = training_attention(batch.documents, windows=any(config.windows), remat=remat, mesh=mesh)
         return objective_loss(params, config, objective, head, batch, rows, key, attend)
 
     def trained_rows(self, objective: Objective, head: Head, batch: Batch) -> jax.Array:

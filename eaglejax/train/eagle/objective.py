@@ -14,22 +14,13 @@ import jax.numpy as jnp
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.model import EagleParams
-from eaglejax.drafts.eagle.unroll import StepAttention, step_attention, unroll
+from eaglejax.drafts.eagle.unroll import unroll
+from eaglejax.drafts.passes import StepAttention, step_attention
 from eaglejax.errors import ConfigError
-from eaglejax.train.batch import Batch, row_mask, shift
-from eaglejax.train.losses import (
-    Teacher,
-    acceptance,
-    balance,
-    fused_cross_entropy,
-    masked_loss,
-    smooth_l1,
-    teacher,
-)
+from eaglejax.train.batch import Batch, shift
+from eaglejax.train.chain import chain_loss
+from eaglejax.train.losses import balance
 from eaglejax.train.objectives import Head, Metrics, Objective
-
-_KEPT_LOGITS = 1 << 29
-"""Bytes of float32 draft logits that an update may hold between its two passes."""
 
 
 def objective_loss(
@@ -67,43 +58,15 @@ def objective_loss(
         through_time=objective.algorithm != "hass",
         routing=routed,
     )
-    everything = teacher(head.logits(batch.hidden), batch.log_norm)
-    best, known = _targets(everything, head, batch)
-    total = jnp.zeros((), jnp.float32)
-    starts = alive = row_mask(batch, 0)
-    parts: list[dict[str, jax.Array]] = []
-    for k, (state, weight) in enumerate(zip(states, objective.weights, strict=True)):
-        mask = _mask(objective, batch, known, k)
-        value, guess, kept = _step_loss(params, config, objective, everything, batch, state, mask, k)
-        summed = value + objective.balance_weight * _balance(config, routed[k], mask)
-        total = total + weight * summed / jnp.maximum(rows[k], 1.0)
-        judged = row_mask(batch, k)
-        guess = guess if head.ids is None else jnp.take(head.ids, guess)
-        right = judged & (guess == shift(best, 1 + k))
-        alive = alive & right
-        parts.append(
-            {
-                "loss": value,
-                "rows": _sum(mask),
-                "hits": _sum(right),
-                "judged": _sum(judged),
-                "chain": _sum(alive),
-                "accept": jnp.sum(jnp.where(judged, kept, 0.0)),
-            }
-        )
-    stacked = {name: jnp.stack([p[name] for p in parts]) for name in parts[0]}
-    metrics = Metrics(chains=_sum(starts), **stacked)
-    return total, jax.lax.stop_gradient(metrics)
 
+    def logits(params: EagleParams, state: jax.Array, step: int) -> jax.Array:
+        del step
+        return eagle_model.logits(params, config, state)
 
-def trained_rows(objective: Objective, head: Head, batch: Batch) -> jax.Array:
-    """Denominators [K] f32 of one micro-batch under the normaliser; to be summed over the update."""
-    if objective.normaliser == "positions":
-        return jnp.full((objective.steps,), float(batch.tokens.size), jnp.float32)
-    known = None
-    if objective.out_of_vocabulary == "drop" and batch.top is not None and head.ids is not None:
-        known = _is_known(batch.top, head.ids)
-    return jnp.stack([_sum(_mask(objective, batch, known, k)) for k in range(objective.steps)])
+    def spread(step: int, mask: jax.Array) -> jax.Array | float:
+        return _balance(config, routed[step], mask)
+
+    return chain_loss(objective, head, batch, rows, params, states, logits, balance=spread)
 
 
 def _balance(config: EagleConfig, routed: list[jax.Array], mask: jax.Array) -> jax.Array | float:
@@ -115,86 +78,3 @@ def _balance(config: EagleConfig, routed: list[jax.Array], mask: jax.Array) -> j
 
 def _joined(hidden: jax.Array | None) -> jax.Array | None:
     return None if hidden is None else hidden[:, :, None]
-
-
-def _sum(mask: jax.Array) -> jax.Array:
-    return jnp.sum(mask, dtype=jnp.float32)
-
-
-def _shifted(teach: Teacher, by: int) -> Teacher:
-    return Teacher(shift(teach.log_p, by), shift(teach.inside, by))
-
-
-def _is_known(top: jax.Array, ids: jax.Array) -> jax.Array:
-    """Whether each target id [B, T] is in the draft's vocabulary ``ids`` [Vd], ascending."""
-    at = jnp.clip(jnp.searchsorted(ids, top), 0, ids.shape[0] - 1)
-    return jnp.take(ids, at) == top
-
-
-def _targets(teach: Teacher, head: Head, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
-    """The target's likeliest id at every row, and whether the draft knows it (None: it does).
-
-    Without ``batch.top`` the likeliest *known* token stands in for it, so that unknown ones go unnoticed.
-    """
-    if batch.top is not None:
-        return batch.top, None if head.ids is None else _is_known(batch.top, head.ids)
-    best = jnp.argmax(teach.log_p, axis=-1)
-    return (best if head.ids is None else jnp.take(head.ids, best)), None
-
-
-def _mask(objective: Objective, batch: Batch, known: jax.Array | None, step: int) -> jax.Array:
-    mask = row_mask(batch, step, objective.alignment)
-    if known is None or objective.out_of_vocabulary == "keep":
-        return mask
-    return mask & shift(known, 1 + step)
-
-
-def _step_loss(
-    params: EagleParams,
-    config: EagleConfig,
-    objective: Objective,
-    everything: Teacher,
-    batch: Batch,
-    state: jax.Array,
-    mask: jax.Array,
-    step: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(summed loss of one step, the draft's likeliest token [B, T] int32 as an index into its vocabulary, the
-    chance that its sampled draft is kept [B, T])."""
-
-    def score(params: EagleParams, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = eagle_model.logits(params, config, state)
-        teach = _shifted(everything, 1 + step)
-        if objective.loss == "soft_ce":
-            entropy, *figures = fused_cross_entropy(teach, logits, state.dtype)
-            value = jnp.sum(jnp.where(mask, entropy, 0.0))
-        else:
-            log_q = jax.nn.log_softmax(logits, axis=-1)
-            value = masked_loss(
-                objective.loss,
-                teach,
-                log_q,
-                mask,
-                kl_scale=objective.kl_scale,
-                kl_decay=objective.kl_decay,
-            )
-            figures = [jnp.argmax(log_q, axis=-1), acceptance(teach, log_q)]
-        guess, kept = map(jax.lax.stop_gradient, figures)
-        if not objective.regresses:
-            return value, guess, kept
-        assert batch.hidden is not None
-        value *= objective.token_weight
-        distance = smooth_l1(state, shift(batch.hidden, 1 + step))
-        value += objective.feature_weight * jnp.sum(jnp.where(mask, distance, 0.0))
-        if objective.algorithm == "hass":
-            log_q = jax.nn.log_softmax(logits, axis=-1)
-            log_p, at = jax.lax.top_k(teach.log_p, min(objective.top_tokens, teach.log_p.shape[-1]))
-            likeliest = -jnp.sum(jnp.exp(log_p) * jnp.take_along_axis(log_q, at, axis=-1), axis=-1)
-            value += objective.top_weight * jnp.sum(jnp.where(mask, likeliest, 0.0))
-        return value, guess, kept
-
-    with jax.named_scope(f"loss_{step}"):
-        # Logits over the vocabulary are the largest arrays of an update. Where they are too large to be kept
-        # for the backward pass, they are computed again there, for a third more of the head's work.
-        kept = 4 * objective.steps * state.shape[0] * state.shape[1] * config.draft_vocab_size
-        return (score if kept <= _KEPT_LOGITS else jax.checkpoint(score))(params, state)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eaglejax.drafts.borrow import head_matrix, target_head
 from eaglejax.drafts.detect import check_basis
 from eaglejax.drafts.eagle.config import EagleConfig, default_boundaries
-from eaglejax.drafts.eagle.files.load import bind, head_matrix, read_weights, target_head
+from eaglejax.drafts.eagle.files.load import bind, read_weights
 from eaglejax.drafts.eagle.files.read import DraftFile
 from eaglejax.drafts.eagle.model import Weights
 from eaglejax.errors import ConfigError

@@ -14,7 +14,8 @@ from eagle_loop import last_token_pair, own_layer_pair
 from eaglejax import pytree
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.train.batch import shift
-from eaglejax.train.eagle.objective import objective_loss, trained_rows
+from eaglejax.train.chain import trained_rows
+from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.features import with_features
 from eaglejax.train.objectives import Head, Objective
 from eaglejax.train.packing import assemble

@@ -22,6 +22,7 @@ LAYER = {
 }
 EAGLE3 = LAYER | {"layers.0.hidden_norm.weight": (H,), "fc.weight": (H, 3 * H), "norm.weight": (H,)}
 DFLASH = LAYER | {"fc.weight": (H, 5 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+MTP = {"eh_proj.weight": (H, 2 * H), "enorm.weight": (H,), "hnorm.weight": (H,)}
 MEDUSA = {"0.0.linear.weight": (H, H), "0.0.linear.bias": (H,), "0.1.weight": (40, H)}
 MODEL = {f"model.{n}": s for n, s in LAYER.items()} | {
     "model.embed_tokens.weight": (40, H),
@@ -30,12 +31,7 @@ MODEL = {f"model.{n}": s for n, s in LAYER.items()} | {
 SPECULATORS = {"transformer_layer_config": {"model_type": "llama"}}
 
 DECLARED = {
-    "DFlash": [
-        {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"},
-        {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 9]}},
-        SPECULATORS | {"speculators_model_type": "dflash"},
-        SPECULATORS | {"speculators_config": {"algorithm": "dflash"}},
-    ],
+    "DFlash 2 or Domino": [{"architectures": ["DFlash2DraftModel"]}, {"speculators_model_type": "domino"}],
     "P-EAGLE": [
         {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 7},
         {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True},
@@ -45,11 +41,6 @@ DECLARED = {
     "DSpark": [{"architectures": ["Qwen3DSparkModel"]}, {"speculators_model_type": "dspark"}],
     "Medusa": [{"medusa_num_heads": 3}, {"model_type": "medusa"}, {"architectures": ["MedusaModel"]}],
     "Hydra": [{"hydra_num_heads": 4}, {"model_type": "hydra"}],
-    "MTP": [
-        {"model_type": "deepseek_mtp"},
-        {"speculators_model_type": "mtp"},
-        {"architectures": ["MiMoMTPModel"]},
-    ],
     "MLP speculator": [{"model_type": "mlp_speculator"}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}],
     "PARD": [{"architectures": ["LlamaForCausalLM"], "pard_token": 9}],
     "ReDrafter": [{"model_type": "redrafter"}],
@@ -78,11 +69,9 @@ def test_a_declared_kind_is_refused_by_its_name(name, config, tmp_path):
 
 
 SHOWN = {
-    "DFlash": DFLASH,
     "P-EAGLE": EAGLE3 | {"mask_hidden": (1, H)},
     "Medusa": MEDUSA,
     "Hydra": {"hydra_head.0.0.linear.weight": (H, H)},
-    "MTP": {"eh_proj.weight": (H, 2 * H), "enorm.weight": (H,), "hnorm.weight": (H,)},
     "MLP speculator": {"emb.0.weight": (9, H), "proj.0.weight": (H, H), "head.0.weight": (9, H)},
 }
 
@@ -115,6 +104,19 @@ def test_what_runs_is_recognised_by_declaration_and_by_tensors(tmp_path):
             (MODEL, {"eaglejax": {"head": "own"}}),
             ({n: s for n, s in EAGLE3.items() if n != "fc.weight"}, None),
             (EAGLE3, {"eagle_config": {"parallel_draft_step": 1}}),
+        ],
+        "MTP": [
+            (MTP, None),
+            (EAGLE3, {"model_type": "deepseek_mtp"}),
+            (MODEL, {"speculators_model_type": "mtp"}),
+            (MODEL, {"architectures": ["MiMoMTPModel"]}),
+        ],
+        "DFlash": [
+            (DFLASH, None),
+            (EAGLE3, {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}),
+            (EAGLE3, {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 9]}}),
+            (MODEL, SPECULATORS | {"speculators_model_type": "dflash"}),
+            (MODEL, SPECULATORS | {"speculators_config": {"algorithm": "dflash"}}),
         ],
         "whole model": [
             (MODEL, None),

@@ -22,15 +22,17 @@ from eaglejax.cli.inspect import Inspect
 from eaglejax.config import SpeculativeConfig
 from eaglejax.drafts.align import Reads
 from eaglejax.drafts.base import Needs, Proposal
-from eaglejax.drafts.family import DraftFamily, DraftMethod
+from eaglejax.drafts.family import DraftFamily
 from eaglejax.drafts.features import FeatureAdapter
 from eaglejax.drafts.files import opened
+from eaglejax.drafts.method import DraftMethod
 from eaglejax.drafts.registry import load_draft, read_draft, recognise, registered
 from eaglejax.drafts.static import OnChain, chain_draft
 from eaglejax.errors import CheckpointError, ConfigError, MismatchError
 from eaglejax.models.config import FINAL
 from eaglejax.rotation.rotate import Rotation, rotate_target
 from eaglejax.train import prepare
+from eaglejax.train.objectives import Objective
 
 TARGET = make_target(target_config(), seed=6)
 H, V = TARGET.config.hidden_size, TARGET.config.vocab_size
@@ -167,6 +169,6 @@ def test_it_is_loaded_aligned_and_decoded_with(folder):
 
 
 def test_training_goes_on_from_families_that_have_an_objective_alone(folder):
-    settings = SimpleNamespace(draft=SimpleNamespace(start=str(folder), aux=()))
+    settings = SimpleNamespace(draft=SimpleNamespace(start=str(folder), aux=()), objective=Objective())
     with registered(LinearFamily()), pytest.raises(ConfigError, match="holds a linear, which there is no"):
         prepare._read_existing(settings)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.checkpoint.tables import Assignment, materialize, plan
+from eaglejax.drafts.borrow import target_head
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files.names import IGNORABLE, rules
 from eaglejax.drafts.eagle.files.read import DraftFile
@@ -17,9 +18,6 @@ from eaglejax.drafts.eagle.model import EagleParams, Weights, param_table
 from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.pytree import unflatten
-from eaglejax.quant.array import QuantArray
-from eaglejax.quant.blocks import BlockArray
-from eaglejax.quant.online import plain
 
 
 def draft_plan(file: DraftFile, dtype: Any) -> tuple[Weights, list[Assignment]]:
@@ -64,22 +62,3 @@ def bind(config: EagleConfig, weights: Weights, target: Target, ids: np.ndarray 
         ids=None if ids is None else jax.device_put(np.asarray(ids, np.int32)),
         tied=tied,
     )
-
-
-def target_head(target: Target, ids: np.ndarray | None) -> tuple[Any, bool]:
-    """(the target's head at ``ids``, whether it is [Vd, H], as a tied head is, instead of [H, Vd])."""
-    tied = "head" not in target.params
-    head = target.params["embed" if tied else "head"]
-    if ids is None:
-        return head, tied
-    if isinstance(head, QuantArray | BlockArray):
-        return head.columns(jnp.asarray(ids, jnp.int32)), tied
-    return jnp.take(head, jnp.asarray(ids, jnp.int32), axis=0 if tied else 1), tied
-
-
-def head_matrix(target: Target, ids: np.ndarray | None = None, dtype: Any = None) -> jax.Array:
-    """The target's head at ``ids`` (None: all), tied, quantised or neither, as an array [H, Vd] in ``dtype``
-    (None: its own)."""
-    head, tied = target_head(target, ids)
-    head = plain(head, dtype)
-    return head.T if tied else head

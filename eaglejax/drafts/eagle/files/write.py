@@ -19,9 +19,9 @@ import numpy as np
 
 from eaglejax.checkpoint.files import check_output, fresh_folder, write_text
 from eaglejax.checkpoint.safetensors_io import Pending, write_safetensors
+from eaglejax.drafts.borrow import head_matrix
 from eaglejax.drafts.eagle.config import EagleConfig, default_boundaries
 from eaglejax.drafts.eagle.files.dialects import write_config
-from eaglejax.drafts.eagle.files.load import head_matrix
 from eaglejax.drafts.eagle.files.names import IGNORABLE, rules
 from eaglejax.drafts.eagle.files.read import DraftFile
 from eaglejax.drafts.eagle.files.settings import ARCHITECTURE

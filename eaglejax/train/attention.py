@@ -9,8 +9,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from eaglejax import devices
-from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.unroll import StepAttention, step_attention
+from eaglejax.drafts.passes import StepAttention, step_attention
 from eaglejax.errors import ConfigError
 
 _LEAST_CHUNK = 64
@@ -18,9 +17,9 @@ _LEAST_CHUNK = 64
 
 
 def training_attention(
-    config: EagleConfig, documents: jax.Array, *, remat: bool, mesh: Mesh | None = None
+    documents: jax.Array, *, windows: bool, remat: bool, mesh: Mesh | None = None
 ) -> StepAttention:
-    """The attention of ``unroll`` over packed ``documents`` [B, T].
+    """The attention of a draft's passes over packed ``documents`` [B, T]; ``windows``: some layer has one.
 
     On a CPU, and for drafts with windows, it is ``step_attention``, which holds the weights [B, Hq, T, T] of
     every chain step until the backward pass. Elsewhere, and with ``remat``, it is
@@ -28,7 +27,6 @@ def training_attention(
     devices in ``mesh`` each takes its own rows. Raises ConfigError for ``remat`` with windows, which that one
     does not know.
     """
-    windows = any(config.window(layer) is not None for layer in range(config.num_layers))
     if remat and windows:
         raise ConfigError("run.remat is set, and attention with windows, as this draft has, cannot do it")
     asked = devices.current().operation("ttt_attention")
