@@ -96,7 +96,8 @@ class DFlashConfig:
     @property
     def reads(self) -> Reads:
         """What it takes from its target."""
-        features: tuple[Feature, ...] = ("boundary",) * len(self.aux)
+        each: Feature = "boundary"
+        features = (each,) * len(self.aux)
         return Reads(features, embedding=not self.own_embedding, head=not self.own_head)
 
     def layer(self, index: int) -> Block:
