@@ -27,19 +27,25 @@ def known_name(name: str, known: Collection[str], aliases: Mapping[str, str] | N
 def misspelt(name: str, known: Iterable[str]) -> str | None:
     """The one of ``known`` that ``name`` is a slip of the pen for, None where it is a name of its own.
 
-    At most two letters too many, too few, wrong or in the wrong order; names that differ by whole words
-    (``v_head_dim``) are other names.
+    At most two letters too many, too few, wrong or in the wrong order; names that differ by a whole word
+    (``v_head_dim``, ``qk_head_dim``, ``head_dim``) are other names.
     """
-    words = set(name.split("_"))
     best: tuple[int, str] | None = None
     for other in known:
-        theirs = set(other.split("_"))
         slips = 0 if plain(name) == plain(other) else _slips(plain(name), plain(other))
-        if slips and (words >= theirs or theirs >= words):
+        if slips and _by_a_word(name.split("_"), other.split("_")):
             continue
         if slips <= (2 if len(other) > 6 else 1) and (best is None or slips < best[0]):
             best = slips, other
     return None if best is None else best[1]
+
+
+def _by_a_word(one: list[str], other: list[str]) -> bool:
+    """Whether two names differ by words: one has more of them, or one in whose place stands another, half of
+    whose letters differ."""
+    if len(one) != len(other):
+        return set(one) >= set(other) or set(other) >= set(one)
+    return any(a != b and 2 * _slips(a, b) >= max(len(a), len(b)) for a, b in zip(one, other, strict=True))
 
 
 def _slips(one: str, other: str) -> int:

@@ -35,6 +35,7 @@ BOOKKEEPING = (
     *("dtype", "torch_dtype", "use_cache", "transformers_version", "pretraining_tp", "auto_map"),
     *("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"),
     *("cross_attention_hidden_size", "id2label", "label2id", "problem_type", "return_dict"),
+    "num_labels",
     *("return_dict_in_generate", "task_specific_params", "torchscript", "use_bfloat16"),
     *("tf_legacy_loss", "pruned_heads", "prefix", "finetuning_task", "do_sample", "temperature"),
     *("top_k", "top_p", "typical_p", "max_length", "min_length", "num_beams", "num_beam_groups"),

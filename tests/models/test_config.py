@@ -106,6 +106,7 @@ def test_context_reaches_the_frequencies():
         {"rope_scaling": {"rope_type": "default", "factor": 1.0, "mrope_section": [1, 1, 2]}},
         {"pretraining_tp": 1, "attention_dropout": 0.1, "torch_dtype": "float16", "head_dim": None},
         {"eod_token_id": 3, "v_head_dim": 8, "intermediate_size_mlp": 64, "invented": 1, "rope_thetta": None},
+        {"qk_head_dim": 14, "num_labels": 2, "index_head_dim": 4},
     ],
 )
 def test_keys_that_change_nothing_are_let_be(harmless):
