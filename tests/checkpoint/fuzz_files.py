@@ -232,41 +232,6 @@ def load_packed_leaves(folder: Path) -> dict[str, np.ndarray]:
     return leaves(load_quantized(folder, F32).params)
 
 
-def never(folder: Path, got: Any, want: Any) -> None:
-    """Of formats whose weights are not read: whatever the description says, they are no plain weights."""
-    raise AssertionError("packed weights are taken for plain ones")
-
-
-def make_unread(method: str) -> Callable[[Path], None]:
-    """A folder as AutoAWQ and AutoGPTQ write it: 8 integers of 4 bits in a word, zero points and scales."""
-
-    def make(folder: Path) -> None:
-        model, _, _ = hf_export.build("qwen3")
-        tensors = {}
-        for name, value in model.state_dict().items():
-            stem = name.removesuffix(".weight")
-            if not name.endswith("_proj.weight"):
-                tensors[name] = value.contiguous()
-                continue
-            out, width = value.shape
-            words = (width, out // 8) if method == "awq" else (width // 8, out)
-            tensors[f"{stem}.qweight"] = torch.zeros(words, dtype=torch.int32)
-            tensors[f"{stem}.qzeros"] = torch.zeros(1, out // 8, dtype=torch.int32)
-            tensors[f"{stem}.scales"] = torch.ones(1, out, dtype=torch.float16)
-        safetensors.torch.save_file(tensors, folder / "model.safetensors")
-        config = json.loads(model.config.to_json_string())
-        section = {
-            "quant_method": method,
-            "bits": 4,
-            "group_size": 128,
-            "zero_point": True,
-            "version": "gemm",
-        }
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
-
-    return make
-
-
 FULL = eagle_files.MADE.tensors | eagle_files.maps(eagle_files.MADE)
 
 

@@ -37,9 +37,7 @@ from fuzz_files import (
     make_speculators,
     make_tokenizer,
     make_torch,
-    make_unread,
     make_written,
-    never,
 )
 
 CONFIG, INDEX = ("config.json", damage.damage_json), ("*.index.json", damage.damage_json)
@@ -54,14 +52,14 @@ DESCRIBED = ("quant_model_description.json", damage.damage_json)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How its files are made in an empty folder, damaged, read and judged. ``loads``: some damage leaves them
-    readable."""
+    """How its files are made in an empty folder, damaged, read and judged. ``refused``: share of damaged
+    files that are refused at the least; a damaged row costs itself and not its file."""
 
     make: Callable[[Path], None]
     damage: damage.Mutator
     load: Load
     judge: Judge
-    loads: bool = True
+    refused: float = 0.1
 
 
 def _draft(make: Callable[[Path], None], *more: tuple[str, damage.Mutator]) -> Format:
@@ -71,11 +69,6 @@ def _draft(make: Callable[[Path], None], *more: tuple[str, damage.Mutator]) -> F
 def _packed(form: str, scheme: str, *described: tuple[str, damage.Mutator]) -> Format:
     pairs = (*described, *described, INDEX)
     return Format(make_quantised(form, scheme), damage.any_of(*pairs), load_packed_leaves, as_before)
-
-
-def _unread(method: str) -> Format:
-    pairs = (CONFIG, FOREIGN, FOREIGN)
-    return Format(make_unread(method), damage.any_of(*pairs), load_hf, never, loads=False)
 
 
 FORMATS: dict[str, Format] = {
@@ -110,7 +103,7 @@ FORMATS: dict[str, Format] = {
     "modelslim": _packed("modelslim", "w8a8-static", DESCRIBED),
     "compressed-tensors": _packed("compressed-tensors", "w4a16-g16", FOREIGN),
     "eaglejax": _packed("eaglejax", "w4a8", OWN),
-    "awq": _unread("awq"),
-    "gptq": _unread("gptq"),
-    "prompt rows": Format(make_rows, damage.any_of(("rows.jsonl", damage.damage_lines)), load_rows, as_rows),
+    "prompt rows": Format(
+        make_rows, damage.any_of(("rows.jsonl", damage.damage_lines)), load_rows, as_rows, refused=0.02
+    ),
 }
