@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from eaglejax.models import decoder
 from eaglejax.nn.visible import Causal, Tree
 from eaglejax.sampling import Purpose
 from eaglejax.speculate import widths
+from eaglejax.speculate.branches import Branch, run_if, run_one
 from eaglejax.speculate.state import DecodeState, Params, Program, Record, as_compiled_for, init_state
 from eaglejax.speculate.verify import verify
 from eaglejax.speculate.widths import MemoryT
@@ -140,37 +140,7 @@ def decode_round(program: Program, params: Params, state: DecodeState) -> tuple[
         return _draft(program, params, state)
     drafts = program.policy.drafts(state.policy, program.menu)
     branches = [functools.partial(kind, program, params) for kind in (_rest, _draft)]
-    return _run_one(drafts.astype(jnp.int32), branches, state)
-
-
-Branch = Callable[[DecodeState], tuple[DecodeState, Any]]
-
-
-def _run_one(index: jax.Array, branches: Sequence[Branch], state: DecodeState) -> tuple[DecodeState, Any]:
-    """``branches[index]``, [] int32, of ``state``: a ``lax.switch`` that moves nothing.
-
-    XLA copies what a conditional rewrites, here every cache, but not what a loop does; so each branch is a
-    loop that runs once or not at all.
-    """
-    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(branches[0], state)[1])
-    carry = (index, state, blank)
-    for number, branch in enumerate(branches):
-
-        def body(carry: tuple[jax.Array, DecodeState, Any], branch: Branch = branch) -> Any:
-            return jnp.int32(-1), *branch(carry[1])
-
-        def chosen(carry: tuple[jax.Array, DecodeState, Any], number: int = number) -> jax.Array:
-            return carry[0] == number
-
-        carry = jax.lax.while_loop(chosen, body, carry)
-    return carry[1:]
-
-
-def _run_if(
-    condition: jax.Array, branch: Callable[[DecodeState], DecodeState], state: DecodeState
-) -> DecodeState:
-    """``branch(state)`` where ``condition`` [] bool, else ``state``; see :func:`_run_one`."""
-    return _run_one(condition.astype(jnp.int32) - 1, [lambda state: (branch(state), ())], state)[0]
+    return run_one(drafts.astype(jnp.int32), branches, state)
 
 
 def _draft(program: Program, params: Params, state: DecodeState) -> tuple[DecodeState, Record]:
@@ -198,7 +168,7 @@ def _draft(program: Program, params: Params, state: DecodeState) -> tuple[Decode
 
         return run
 
-    state, (record, seen, path) = _run_one(level, [at(width) for width in menu], state)
+    state, (record, seen, path) = run_one(level, [at(width) for width in menu], state)
     real = jnp.take_along_axis(draft.valid, order, axis=1) & (record.drafted > 0)[:, None]
     place = jnp.arange(order.shape[1])
     on_path = (path[:, 1:, None] == order[:, None, :]) & (
@@ -233,7 +203,7 @@ def _rest(program: Program, params: Params, state: DecodeState) -> tuple[DecodeS
     judged = widths.Judged(jnp.bool_(False), jnp.int32(1), jnp.zeros(size), zeros, none, none)
     memory = program.policy.update(state.policy, program.menu, judged)
     state = dataclasses.replace(state, unread=unread, policy=memory)
-    state = _run_if((unread.count == last).any(), functools.partial(_read, program, params), state)
+    state = run_if((unread.count == last).any(), functools.partial(_read, program, params), state)
     record = dataclasses.replace(record, rested=jnp.ones_like(record.rested))
     return state, _widen(record, program.proposer.depth + 1)
 
@@ -244,7 +214,7 @@ def catch_up(program: Program, params: Params, state: DecodeState) -> DecodeStat
     if state.unread is None:
         return state
 
-    return _run_if((state.unread.count > 0).any(), functools.partial(_read, program, params), state)
+    return run_if((state.unread.count > 0).any(), functools.partial(_read, program, params), state)
 
 
 def _read(program: Program, params: Params, state: DecodeState) -> DecodeState:
