@@ -161,6 +161,27 @@ def packed_products(
     return PackedProducts("cpu" if level else "xla", level, reason, times)
 
 
+def block_products(
+    *, inputs: int = 1024, outputs: int = 32768, rows: tuple[int, ...] = (1, 8)
+) -> PackedProducts:
+    """What "auto" makes of a product with GGUF blocks here, activations rounded to 8 bits (``keep-a8``), and
+    its time beside ``choose_dtype``'s."""
+    import jax.numpy as jnp
+
+    from kernels_pallas.block_matmul import FORMS, block_matmul
+    from kernels_pallas.block_matmul import cpu as kernel
+
+    form = FORMS["Q4_K"]
+
+    def product(x: Any, w: Any) -> Any:
+        return block_matmul(x, w, form=form, columns=outputs, integers=True)
+
+    level, reason = kernel.KERNEL.status()
+    w = jnp.zeros((form.tiles(outputs), form.tile_bytes(inputs)), jnp.uint8)
+    times = {m: _best_ms(product, jnp.ones((m, inputs), jnp.bfloat16), w) for m in rows}
+    return PackedProducts("cpu" if level else "xla", level, reason, times)
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheOperation:
     """How attention over a cache, or a write into one, is computed on this CPU.

@@ -169,7 +169,7 @@ def test_the_demo_shows_and_counts_the_same_texts(run, model, drafts, monkeypatc
         for s in short
     ]
     monkeypatch.setattr(demo, "scenes", lambda quick: tiny if quick else tiny[:1])
-    monkeypatch.setattr(demo, "fastest_dtype", lambda: ("bfloat16", "a product took less"))
+    monkeypatch.setattr(demo, "fastest_form", lambda: ("bfloat16", None, "a product took less"))
 
     status, out, _ = run("demo", "--quick", "--json")
     report = json.loads(out)
@@ -183,7 +183,7 @@ def test_the_demo_shows_and_counts_the_same_texts(run, model, drafts, monkeypatc
         assert (plain["method"], drafted["method"]) == ("ar", method)
         assert plain["token_ids"] == drafted["token_ids"]
 
-    monkeypatch.setattr(demo, "fastest_dtype", lambda: ("float32", "it was measured"))
+    monkeypatch.setattr(demo, "fastest_form", lambda: ("float32", None, "it was measured"))
     status, out, err = run("demo")
     assert status == 0
     assert "in float32: it was measured" in err
