@@ -180,7 +180,7 @@ def test_refuses_parts_that_draw_or_take_all_for_their_own() -> None:
         Cascade((NGram(), DraftModel(target.config)))
     with pytest.raises(ConfigError, match="a part of a cascade is 'ngram'"):
         cascade("ngram", NGram())
-    with pytest.raises(ConfigError, match="size is 1"):
+    with pytest.raises(ConfigError, match="which counts the root, is 1"):
         Cascade((NGram(), Suffix()), size=1)
     with pytest.raises(ConfigError, match="predictions are given"):
         Cascade((NGram(), Suffix())).inputs(predicting([[1]]), 1)
