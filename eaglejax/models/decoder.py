@@ -119,7 +119,7 @@ def forward(
         if config.embed_scale is not None:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
     tap("embedding", x)
-    run = _layer_runner(x, positions)
+    run = _layer_runner(x, positions, params["layers"])
     at = Placement(cache.lengths, positions, visible)
     taps: dict[Boundary, jax.Array] = {0: x}
     layers = []
@@ -143,14 +143,14 @@ def forward(
     )
 
 
-def _layer_runner(x: jax.Array, positions: jax.Array) -> Callable[..., tuple[jax.Array, Any]]:
+def _layer_runner(x: jax.Array, positions: jax.Array, layers: Any) -> Callable[..., tuple[jax.Array, Any]]:
     """How the layers of one forward are run: (block, weights, x, memory, placement, post_rotation) -> (x,
     memory).
 
     While a program is traced, layers of the same block and shapes are traced once and their operations
     copied: the program is the one that tracing each would give, and comes in a fraction of the time. Nothing
     outlives the forward, so that what is in force around it (attention, kernels) is what its layers see.
-    Whoever watches sees each layer by its own name.
+    Whoever watches sees each layer by its own name, and weights that watch are no arrays to be traced.
     """
 
     def run(
@@ -160,7 +160,8 @@ def _layer_runner(x: jax.Array, positions: jax.Array) -> Callable[..., tuple[jax
         inside = Angles(at.positions) if traced else angles
         return block.run(weights, x, inside, memory, at, post_rotation=turn)
 
-    angles, traced = Angles(positions), isinstance(x, jax.core.Tracer) and not watched()
+    angles, arrays = Angles(positions), all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(layers))
+    traced = isinstance(x, jax.core.Tracer) and arrays and not watched()
     return jax.jit(run, static_argnums=0, inline=True) if traced else run
 
 

@@ -13,6 +13,7 @@ from eaglejax import devices
 from eaglejax.cli import doctor
 from eaglejax.devices import compile_cache, cpu_flags
 from eaglejax.models.memory import footprint_on
+from eaglejax.speculate import costs
 
 OURS = [f"{name}={value}" for name, value in cpu_flags.FLAGS.items()]
 FIRST, SECOND = cpu_flags.FLAGS
@@ -163,16 +164,16 @@ def test_doctor(run, tmp_path):
 
 def test_doctor_says_what_rounds_cost(run, tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLEJAX_CACHE", str(tmp_path))
-    assert doctor.costs.stored() == []
+    assert costs.stored() == []
     assert doctor._costs({"speculation_costs": []})[0].startswith("none measured yet")
-    kind = {"machine": doctor.costs._here(), "model": "qwen2", "parameters": 494_000_000, "dtype": "bfloat16"}
+    kind = {"machine": costs._here(), "model": "qwen2", "parameters": 494_000_000, "dtype": "bfloat16"}
     kind |= {"draft": "Eagle", "nodes": 8, "batch": 1, "capacity": 512, "cache": "bfloat16"}
-    now = doctor.costs.CLOCK.now()
-    found = doctor.costs.Costs((1, 4), (0.05, 0.06, 0.08), 1.04, now, doctor.costs.folder() / "a.json")
-    doctor.costs._write(found, kind)
+    now = costs.CLOCK.now()
+    found = costs.Costs((1, 4), (0.05, 0.06, 0.08), 1.04, now, costs.folder() / "a.json")
+    costs._write(found, kind)
     elsewhere = dataclasses.replace(found, file=found.file.with_name("b.json"))
-    doctor.costs._write(elsewhere, kind | {"machine": "another"})
-    rows = doctor.costs.stored()
+    costs._write(elsewhere, kind | {"machine": "another"})
+    rows = costs.stored()
     assert sorted(row["here"] for row in rows) == [False, True]
     line, others = doctor._costs({"speculation_costs": rows})
     assert "qwen2 of 494 M parameters in bfloat16, Eagle of 8 nodes, 1 x 512 slots in bfloat16" in line

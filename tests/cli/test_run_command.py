@@ -326,6 +326,7 @@ def test_a_disk_that_has_no_room(model, run, tmp_path, monkeypatch):
 
 def test_what_was_compiled_is_said_in_a_line(capfd, monkeypatch):
     compiled = compiling.watch()
+    compiled.programs, compiled.seconds = 0, 0.0
     for event in (compiling.REQUEST, compiling.HIT):
         compiled.on_event(event)
     compiled.on_duration(compiling.DONE, 7.0)

@@ -156,7 +156,7 @@ def test_two_that_remember_other_texts_are_one_program() -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"size": 1}, "size is 1"),
+        ({"size": 1}, "size is 1; it must"),
         ({"max_cached_requests": -1}, "max_cached_requests is -1"),
         ({"max_spec_factor": 0.0}, "max_spec_factor is 0"),
         ({"max_spec_factor": 0.1, "max_tree_depth": 8}, "drafts nothing"),

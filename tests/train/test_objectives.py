@@ -278,7 +278,7 @@ def test_noise_lies_on_the_features_within_its_bounds_in_training_alone(draft, o
         seen.append(features)
         raise InterruptedError
 
-    monkeypatch.setattr(module, "unroll", spy)
+    monkeypatch.setattr("eaglejax.train.eagle.objective.unroll", spy)
     for key in (jax.random.key(0), jax.random.key(1), None):
         with pytest.raises(InterruptedError):
             objective_loss(params, config, noisy, HEAD, one_document, rows, key)

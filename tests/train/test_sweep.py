@@ -93,7 +93,7 @@ def test_data_mixes_are_values_too(tmp_path):
         (RUN, (), ("draft.width=[64]",), r"unknown key draft\.width"),
         (RUN, (), ("draft.vocab=['many']",), r"draft\.vocab is 'many'"),
         (RUN, (), ("target.x=[1]",), "target is .* of type str"),
-        (RUN, (), ("objective.steps=[3, 90]",), r"with objective\.steps=90: data\.overlap"),
+        (RUN, (), ("objective.steps=[3, 64]",), r"with objective\.steps=64: data\.overlap"),
         (RUN, ("run.decode_prompts=0",), ("objective.steps=[3]",), "decode_prompts"),
     ],
 )

@@ -21,7 +21,7 @@ from eaglejax.drafts.dflash.model import DFlashParams
 from eaglejax.drafts.dflash.proposer import DFlash
 from eaglejax.drafts.family import DraftFamily
 from eaglejax.drafts.files import DraftFiles
-from eaglejax.drafts.known import stated_types
+from eaglejax.drafts.known import class_names, stated_types
 from eaglejax.drafts.method import DraftMethod
 from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError, EaglejaxError
@@ -48,8 +48,8 @@ class DFlashFamily(DraftFamily):
         for key, value in stated_types(raw):
             if value.lower() == "dflash":
                 return f"{key} {value!r}"
-        for value in raw.get("architectures") or ():
-            if re.search(r"(?i)dflash", str(value)):
+        for value in class_names(raw):
+            if re.search(r"(?i)dflash", value):
                 return f"architectures {value!r}"
         return "dflash_config" if raw.get("dflash_config") else None
 

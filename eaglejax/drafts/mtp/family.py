@@ -13,7 +13,7 @@ from eaglejax.checkpoint.hf import MARKER as KEY
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.family import DraftFamily
 from eaglejax.drafts.files import DraftFiles, opened
-from eaglejax.drafts.known import stated_types
+from eaglejax.drafts.known import class_names, stated_types
 from eaglejax.drafts.method import DraftMethod
 from eaglejax.drafts.mtp import probe
 from eaglejax.drafts.mtp.config import MtpConfig, Recycle
@@ -51,8 +51,8 @@ class MtpFamily(DraftFamily):
         for key, value in stated_types(raw):
             if re.fullmatch(_TYPES, value.lower().replace("-", "_")):
                 return f"{key} {value!r}"
-        for value in raw.get("architectures") or ():
-            if re.search(r"MTP|(?i:nextn)", str(value)):
+        for value in class_names(raw):
+            if re.search(r"MTP|(?i:nextn)", value):
                 return f"architectures {value!r}"
         block = raw.get(KEY)
         return KEY if isinstance(block, Mapping) and block.get("kind") == KIND else None
