@@ -115,7 +115,7 @@ class Demo:
     """Watch a small real model write with speculative decoding, token for token what it writes without."""
 
     quick: bool = False
-    """Two short texts: under two minutes on two cores, compilation included."""
+    """Two short texts: about three minutes on two cores the first time, compilation included."""
     json: bool = False
     """Print one JSON object on stdout, and nothing else there."""
 
