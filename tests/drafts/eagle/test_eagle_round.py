@@ -78,7 +78,7 @@ def test_rounds_agree_node_for_node(name, tree):
                 if children and rng.random() < 0.8:
                     best[b, node] = tokens[rng.choice(children)]
         logits = jnp.asarray(np.eye(config.vocab_size, dtype=np.float32)[best])
-        verdict = judge(logits, tree_jax, rows, rows.keys)
+        verdict = judge(logits, tree_jax, rows, jnp.array(lengths))
         fresh = []
         for b, (tokens, parent, *_) in enumerate(want):
             path = oracle.walk(tokens, parent, best[b])
