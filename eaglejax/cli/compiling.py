@@ -50,18 +50,25 @@ def watch() -> Compiled:
     return compiled
 
 
+def begin() -> None:
+    """Forget what this process compiled before: :func:`tell` speaks of one command."""
+    if watch.cache_info().currsize:
+        compiled = watch()
+        compiled.programs, compiled.seconds = 0, 0.0
+    native.COMPILE_SECONDS.clear()
+
+
 def tell() -> None:
-    """Say in a line on stderr what was compiled since :func:`watch` or the last line, where that took a
-    second or more."""
+    """Say in a line on stderr what was compiled since :func:`begin`, and begin anew; nothing where that took
+    less than a second."""
     if not watch.cache_info().currsize:
         return
     compiled, kernels = watch(), native.COMPILE_SECONDS
     seconds = compiled.seconds + sum(kernels)
     if seconds >= WORTH_SAYING:
-        parts = [(compiled.programs, "programs"), (len(kernels), "kernels")]
-        what = " and ".join(f"{count} {name}" for count, name in parts if count)
+        parts = [(compiled.programs, "program"), (len(kernels), "kernel")]
+        what = " and ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count)
         kept = devices.prepare().compile_cache.folder is not None
         end = "they are kept for the next run" if kept else "programs are not kept (see `eaglejax doctor`)"
         show.print_note(f"compiled {what} for this machine in {seconds:.1f} s; {end}")
-    compiled.programs, compiled.seconds = 0, 0.0
-    kernels.clear()
+    begin()

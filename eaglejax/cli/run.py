@@ -29,6 +29,7 @@ def run_command(
     a backend that is not there, Ctrl-C) is said in one line; any other error is a fault of ours, and has its
     traceback.
     """
+    compiling.begin()
     try:
         import tyro
 

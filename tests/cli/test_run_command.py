@@ -326,13 +326,13 @@ def test_a_disk_that_has_no_room(model, run, tmp_path, monkeypatch):
 
 def test_what_was_compiled_is_said_in_a_line(capfd, monkeypatch):
     compiled = compiling.watch()
-    compiled.programs, compiled.seconds = 0, 0.0
+    compiling.begin()
     for event in (compiling.REQUEST, compiling.HIT):
         compiled.on_event(event)
     compiled.on_duration(compiling.DONE, 7.0)
     assert (compiled.programs, compiled.found) == (0, False)
+    compiling.begin()
     monkeypatch.setattr(native, "COMPILE_SECONDS", [2.0, 3.0])
-    compiled.programs, compiled.seconds = 0, 0.0
     for _ in range(3):
         compiled.on_event(compiling.REQUEST)
         compiled.on_duration(compiling.DONE, 0.5)
@@ -343,6 +343,23 @@ def test_what_was_compiled_is_said_in_a_line(capfd, monkeypatch):
     compiling.tell()
     compiling.tell()
     assert capfd.readouterr().err == ""
+
+
+def test_a_command_tells_of_its_own_programs_alone(capfd, monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Compiling:
+        """A command that compiles."""
+
+        def run(self):
+            compiling.watch().on_event(compiling.REQUEST)
+            compiling.watch().on_duration(compiling.DONE, 2.0)
+            return 0
+
+    monkeypatch.setattr(native, "COMPILE_SECONDS", [50.0])
+    compiling.watch().on_event(compiling.REQUEST)
+    compiling.watch().on_duration(compiling.DONE, 60.0)
+    assert run_command(Compiling, []) == 0
+    assert "compiled 1 program for this machine in 2.0 s" in capfd.readouterr().err
 
 
 def test_programs_that_jax_compiles_are_counted():
