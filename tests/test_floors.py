@@ -157,7 +157,7 @@ def test_a_circle_is_found_wherever_it_is_closed(tmp_path: Path) -> None:
     assert import_circles(tmp_path) == {"eaglejax": [["high", "low"]], "eaglejax.low": [["one", "two"]]}
 
 
-FAMILIES = ("dflash", "eagle", "mtp")
+FAMILIES = ("dflash", "eagle", "medusa", "mtp")
 """Folders of the families of drafts that have a configuration of their own."""
 
 RECORDS = {

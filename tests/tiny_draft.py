@@ -10,6 +10,9 @@ from eaglejax.drafts.dflash.model import param_table as dflash_table
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.model import init_eagle
+from eaglejax.drafts.medusa.config import MedusaConfig
+from eaglejax.drafts.medusa.files.write import write_heads
+from eaglejax.drafts.medusa.model import param_table as medusa_table
 from eaglejax.drafts.mtp.config import MtpConfig
 from eaglejax.drafts.mtp.files.write import write_weights
 from eaglejax.drafts.mtp.model import param_table
@@ -63,4 +66,11 @@ def write_dflash(folder, seed=0):
         block=4,
     )
     write_dflash_weights(folder, config, initialize(dflash_table(config), jax.random.key(seed)))
+    return str(folder)
+
+
+def write_medusa(folder, seed=0):
+    """Write three random Medusa heads."""
+    config = MedusaConfig(VOCAB, VOCAB, HIDDEN, heads=3)
+    write_heads(folder, config, initialize(medusa_table(config), jax.random.key(seed)), None)
     return str(folder)

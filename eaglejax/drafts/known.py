@@ -100,17 +100,6 @@ KNOWN: tuple[KnownDraft, ...] = (
     ),
     KnownDraft("PARD", types=("pard",), architectures=r"PARD", keys=("pard_token",)),
     KnownDraft(
-        "Medusa",
-        types=("medusa",),
-        architectures=r"(?i)medusa",
-        keys=("medusa_num_heads", "medusa_num_layers"),
-        files=r"medusa_lm_head\.(pt|safetensors|bin)",
-        shown=lambda names: (
-            _any(r"(^|\.)(medusa_head|blocks\.0\.layers\.0)\.")(names)
-            or _any(r"^0\.0\.linear\.weight$", r"^0\.\d+\.weight$")(names)
-        ),
-    ),
-    KnownDraft(
         "Hydra",
         types=("hydra",),
         architectures=r"(?i)hydra",

@@ -3,6 +3,7 @@ refused before."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ SAFETENSORS, BIN = ("model", ".safetensors"), ("pytorch_model", ".bin")
 """Stem and suffix of the weights' files."""
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """What a repository without safetensors may hold instead: one pickle, or the index of several."""
+LONE_HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""Names of the file of heads that lie beside no other weights (Medusa's), the first that is there."""
 
 
 def draft_path(spec: Spec) -> Path:
@@ -27,9 +30,14 @@ def draft_path(spec: Spec) -> Path:
         return demo_draft(os.fspath(spec))
     source = resolve(spec)
     hub = source.kind == "folder" and not Path(source.spec).expanduser().is_dir()
-    if hub and not weight_files(source.path, *SAFETENSORS)[0]:
+    if hub and not weight_files(source.path, *SAFETENSORS)[0] and lone_heads(source.path) is None:
         _fetch_pickles(os.fspath(spec))
     return source.path
+
+
+def lone_heads(folder: Path) -> Path | None:
+    """The file of heads alone that a folder has."""
+    return next((folder / name for name in LONE_HEADS if (folder / name).is_file()), None)
 
 
 def _fetch_pickles(spec: str) -> None:
@@ -49,6 +57,9 @@ def _fetch_pickles(spec: str) -> None:
             for name in sorted(set(weight_map(fetch(index)).values())):
                 fetch(name)
         except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                fetch(LONE_HEADS[-1])
+                return
             raise CheckpointError(
                 f"{spec} holds no safetensors weights and its {single} cannot be fetched"
             ) from error

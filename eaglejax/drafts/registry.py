@@ -18,6 +18,8 @@ from eaglejax.drafts.dflash.methods import METHODS as DFLASH
 from eaglejax.drafts.draft_model.methods import METHODS as WHOLE_MODEL
 from eaglejax.drafts.eagle.methods import FORM_NAMES
 from eaglejax.drafts.eagle.methods import METHODS as EAGLE
+from eaglejax.drafts.medusa.methods import FORM_NAMES as MEDUSA_FORMS
+from eaglejax.drafts.medusa.methods import METHODS as MEDUSA
 from eaglejax.drafts.method import DraftMethod
 from eaglejax.drafts.mtp.methods import FORM_NAMES as MTP_FORMS
 from eaglejax.drafts.mtp.methods import METHODS as MTP
@@ -55,6 +57,12 @@ def _dflash() -> DraftFamily:
     return DFlashFamily()
 
 
+def _medusa() -> DraftFamily:
+    from eaglejax.drafts.medusa.family import MedusaFamily
+
+    return MedusaFamily()
+
+
 def _eagle() -> DraftFamily:
     from eaglejax.drafts.eagle.family import EagleFamily
 
@@ -70,6 +78,7 @@ def _whole_model() -> DraftFamily:
 ENTRIES: list[Entry] = [
     Entry(MTP, MTP_FORMS, _mtp),
     Entry(DFLASH, DFLASH_FORMS, _dflash),
+    Entry(MEDUSA, MEDUSA_FORMS, _medusa),
     Entry(EAGLE, FORM_NAMES, _eagle),
     Entry(WHOLE_MODEL, (), _whole_model),
 ]

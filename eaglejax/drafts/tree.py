@@ -81,6 +81,14 @@ class StaticTree:
         return max(self.depths)
 
     @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The path of child ranks to every node but the root, as :func:`from_choices` takes them."""
+        out: list[tuple[int, ...]] = [()]
+        for p, r in zip(self.parent[1:], self.rank[1:], strict=True):
+            out.append((*out[p], r))
+        return tuple(out[1:])
+
+    @property
     def branching(self) -> int:
         """Most children of one node (0 for a lone root)."""
         return max(Counter(self.parent[1:]).values(), default=0)

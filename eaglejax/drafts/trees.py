@@ -109,6 +109,8 @@ def _check(config: SpeculativeConfig) -> None:
     check(config)
 
 
-def tree_method(*, in_target: bool = False) -> DraftMethod:
-    """The method of a family that drafts on any tree, and has one of its own where none is asked for."""
-    return DraftMethod(_SETTINGS, _options, _check, in_target=in_target)
+def tree_method(*, in_target: bool = False, cache: bool = True) -> DraftMethod:
+    """The method of a family that drafts on any tree, and has one of its own where none is asked for.
+    ``cache``: it keeps keys and values, whose format can be chosen."""
+    settings = _SETTINGS if cache else tuple(name for name in _SETTINGS if name != "kv_cache_dtype")
+    return DraftMethod(settings, _options, _check, in_target=in_target)

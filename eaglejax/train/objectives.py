@@ -19,18 +19,19 @@ from eaglejax.train.losses import Loss
 MOST_STEPS = 64
 """Chain steps that are unrolled."""
 
-Algorithm = Literal["eagle3", "eagle1", "hass", "mtp", "dflash"]
+Algorithm = Literal["eagle3", "eagle1", "hass", "mtp", "dflash", "medusa"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """Which loss.
 
-    ``steps``: K, chain steps unrolled (1 for EAGLE-1). ``step_decay``: step k weighs ``step_decay ** k``
-    unless ``step_weights`` names the weights. ``loss``: distance between the distributions. ``kl_scale``,
-    ``kl_decay``: of "lk_lambda". ``alignment``: see ``batch.row_mask``. ``normaliser``: "tokens" divides each
-    step's sum by the number of its trained rows in the whole update; "positions" divides by all B * T
-    positions, padding and prompts included (SpecForge). ``out_of_vocabulary``: what happens to rows whose
+    ``steps``: K, chain steps unrolled (1 for EAGLE-1), or heads (Medusa). ``step_decay``: step k weighs
+    ``step_decay ** k`` unless ``step_weights`` names the weights. ``loss``: distance between the
+    distributions. ``kl_scale``, ``kl_decay``: of "lk_lambda". ``alignment``: see ``batch.row_mask``.
+    ``normaliser``: "tokens" divides each step's sum by the number of its trained rows in the whole update;
+    "positions" divides by all B * T positions, padding and prompts included (SpecForge).
+    ``out_of_vocabulary``: what happens to rows whose
     likeliest target token the draft does not know: "drop" them from the loss, or "keep" them (renormalised).
     ``noise``: half-width of the uniform noise added to the features. ``feature_weight``, ``token_weight``: of
     EAGLE-1's two terms. ``top_weight``, ``top_tokens``: of HASS's third. ``balance_weight``: of the term that
@@ -81,7 +82,7 @@ class Objective:
         if any(w < 0 for w in self.weights) or not any(self.weights):
             raise ConfigError(f"step weights {list(self.weights)} must not be negative, nor all zero")
         for names, used, where in (
-            (("loss",), not self.regresses, "algorithm = 'eagle3', 'mtp' or 'dflash'"),
+            (("loss",), not self.regresses, "algorithm = 'eagle3', 'mtp', 'dflash' or 'medusa'"),
             (("kl_scale", "kl_decay"), self.loss == "lk_lambda", "loss = 'lk_lambda'"),
             (("feature_weight", "token_weight"), self.regresses, "algorithm = 'eagle1' or 'hass'"),
             (("top_weight", "top_tokens"), self.algorithm == "hass", "algorithm = 'hass'"),

@@ -8,11 +8,12 @@ from eaglejax.errors import ConfigError
 from eaglejax.train.dflash.family import DFlashTraining
 from eaglejax.train.eagle.family import EagleTraining
 from eaglejax.train.family import TrainingFamily
+from eaglejax.train.medusa.family import MedusaTraining
 from eaglejax.train.mtp.family import MtpTraining
 from eaglejax.train.objectives import Objective
 
 OBJECTIVES: dict[str, TrainingFamily] = {
-    family.name: family for family in (EagleTraining(), MtpTraining(), DFlashTraining())
+    family.name: family for family in (EagleTraining(), MtpTraining(), DFlashTraining(), MedusaTraining())
 }
 """How each family of drafts is trained, by ``DraftFamily.name``; others are run only."""
 

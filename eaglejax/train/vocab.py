@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -61,6 +61,16 @@ def build_vocab_map(
         digest.update(np.asarray(prior, "<f8").tobytes())
     digest.update(f"{tokenizer_hash} {size} {vocab_size}".encode())
     return VocabMap(ids, float(counts[ids].sum() / total), digest.hexdigest()[:32])
+
+
+def counted_vocab_map(
+    samples: Sequence[Sample], vocab_size: int, size: int, *, tokenizer_hash: str, share: float
+) -> VocabMap:
+    """The ``size`` ids that ``samples`` supervise most often, plus ``share`` times how often they occur; see
+    ``build_vocab_map``."""
+    prior = share * count_all(samples, vocab_size) if share else None
+    counts = count_supervised(samples, vocab_size)
+    return build_vocab_map(counts, size, tokenizer_hash=tokenizer_hash, prior=prior)
 
 
 def given_vocab_map(ids: np.ndarray, counts: np.ndarray) -> VocabMap:

@@ -29,7 +29,7 @@ from loop_tools import (
     small_config,
     tiny_config,
 )
-from networks import Rows, dflash, eagle, eagle_config, eagle_weights, mtp
+from networks import Rows, dflash, eagle, eagle_config, eagle_weights, medusa, mtp
 from scripted import FromTables, Predicted, Scripted
 from width_tools import Likely, Turns
 
@@ -268,6 +268,8 @@ PROPOSERS = [
     Case("eagle3_tree", **eagle(3, TREE, 1, sample=True)),
     Case("eagle3_dynamic", **eagle(3, DynamicTree(3, 3, 8), 1), slow=LAW),
     Case("cascade", mixed_parts, of_parts, committed=False, slow=LAW | ROWS | {"metrics"}),
+    Case("medusa_tree", **medusa(TREE, sample=True), slow=LAW),
+    Case("medusa_chain", **medusa(chain(3), min_confidence=0.05), slow=ALL),
     Case("narrow_eagle", **eagle(3, chain(2), cache_dtype="int8"), slow=ALL),
     Case("mtp_chain", **mtp(1, chain(3), sample=True)),
     Case("mtp_dynamic", **mtp(2, DynamicTree(2, 3, 8)), slow=LAW),

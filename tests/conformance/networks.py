@@ -1,4 +1,4 @@
-"""Tiny drafts that are networks: EAGLE, MTP modules and DFlash, with heads fitted to the target's texts."""
+"""Tiny drafts that are networks: EAGLE, MTP, DFlash and Medusa, with heads fitted to the target's texts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files.load import bind
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.eagle.unroll import unroll
+from eaglejax.drafts.medusa import model as medusa_model
+from eaglejax.drafts.medusa.config import MedusaConfig
+from eaglejax.drafts.medusa.files.load import bind as bind_heads
+from eaglejax.drafts.medusa.proposer import Medusa
 from eaglejax.drafts.mtp import model as mtp_model
 from eaglejax.drafts.mtp.config import MtpConfig
 from eaglejax.drafts.mtp.files.load import join as join_modules
@@ -254,3 +258,45 @@ def _block_states(config: DFlashConfig, params: Any, features: jax.Array, tokens
     bare = params.replace(weights={**params.weights, "head": jnp.eye(config.hidden_size)})
     steps = blocks(params, config, features, tokens, 3)
     return jnp.stack([dflash_model.logits(bare, config, s) for s in steps])
+
+
+def medusa(tree: StaticTree, **options: Any) -> dict[str, Any]:
+    """Medusa heads that lack one of the target's tokens, one head for each level of ``tree``."""
+
+    def build(target: Target) -> Medusa:
+        vocab, hidden = target.config.vocab_size, target.config.hidden_size
+        return Medusa(MedusaConfig(vocab, vocab - 1, hidden, tree.depth), tree, **options)
+
+    return {"build": build, "weights": medusa_weights}
+
+
+def medusa_weights(proposer: Medusa, layers: Layers, small: bool, texts: Rows, turn: int) -> Any:
+    """Random blocks; for texts, with matrices that know some of the greedy ones (none at turn 1)."""
+    del texts
+    return _medusa_params(proposer.config, layers, small, turn)
+
+
+@functools.cache
+def _medusa_params(config: MedusaConfig, layers: Layers, small: bool, turn: int) -> Any:
+    target = layers.small_target() if small else layers.target()
+    rng = np.random.default_rng(turn + 3)
+    known = np.sort(rng.choice(config.vocab_size, config.draft_vocab_size, replace=False))
+
+    def fill(info: Any) -> jax.Array:
+        return jnp.asarray(rng.normal(0, 1 / np.sqrt(info.shape[0]), info.shape), jnp.float32)
+
+    weights = jax.tree.map(fill, medusa_model.param_table(config), is_leaf=pytree.is_info)
+    if not small and turn != 1:
+        texts = np.asarray(greedy_texts(prompts(), layers))
+        features = full_forward(
+            target.params, target.config, texts, target.cache_format, target.cache_scales, config.taps
+        )[2]
+        assert features is not None
+        params = bind_heads(config, weights, target, known)
+        for k, head in enumerate(weights["heads"]):
+            states = np.asarray(medusa_model.state(params, k, features[:, :, 0]))[:, : -2 - k]
+            answer = (np.roll(texts, -2 - k, axis=1)[:, : -2 - k, None] == known).astype(np.float64)
+            width = states.shape[-1]
+            found = np.linalg.lstsq(states.reshape(-1, width), answer.reshape(-1, len(known)), rcond=1e-3)[0]
+            head["out"] = jnp.asarray(8.0 * found, jnp.float32)
+    return bind_heads(config, weights, target, known)

@@ -32,7 +32,7 @@ TOKENS = 12
 @functools.cache
 def files() -> dict[str, str]:
     """Folders of the tiny model and of a draft for each method that needs one."""
-    from tiny_draft import EAGLE1, EAGLE3, write_dflash, write_eagle, write_mtp
+    from tiny_draft import EAGLE1, EAGLE3, write_dflash, write_eagle, write_medusa, write_mtp
     from tiny_model import write_model
 
     root = Path(tempfile.mkdtemp(prefix="compatibility-"))
@@ -40,6 +40,7 @@ def files() -> dict[str, str]:
     one, three = write_eagle(root / "one", EAGLE1), write_eagle(root / "three", EAGLE3)
     drafts = {"eagle": three, "eagle1": one, "eagle2": one, "eagle3": three, "draft_model": model}
     drafts["dflash"] = write_dflash(root / "dflash")
+    drafts["medusa"] = write_medusa(root / "medusa")
     drafts["mtp"] = write_mtp(root / "mtp", ej.load_target(model, dtype="float32"))
     return {"model": model} | {name: path for name, path in drafts.items() if name in METHODS}
 
@@ -122,7 +123,7 @@ def page(found: dict[tuple[str, str, str], bool]) -> str:
         "Drafting methods, weight schemes and formats of keys and values, pair by pair. This page is written",
         "by `pytest -m slow tests/quant/test_compatibility.py`: a tiny target decodes greedily in f32, plain",
         "and with the method, its weights and cache in the forms named. `=`: the same tokens; `x`: others.",
-        "The EAGLE, MTP and DFlash drafts are random, so that most of their guesses are rejected; what",
+        "The drafts but the draft model are random, so that most of their guesses are rejected; what",
         "lookups, predictions and the draft model (the float target itself) guess is accepted.",
         "How fast a cell is, [performance.md](performance.md) says.",
     ]

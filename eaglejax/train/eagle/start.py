@@ -26,7 +26,7 @@ from eaglejax.train.objectives import Head, Objective
 from eaglejax.train.packing import assemble, pack
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import DraftSettings, TrainSettings
-from eaglejax.train.vocab import VocabMap, build_vocab_map, count_all, count_supervised, given_vocab_map
+from eaglejax.train.vocab import VocabMap, count_supervised, counted_vocab_map, given_vocab_map
 
 
 def version_of(objective: Objective) -> int:
@@ -107,10 +107,13 @@ def new_draft(
 
 
 def _count_vocab(size: int, settings: TrainSettings, target: Target, samples: Sequence[Sample]) -> VocabMap:
-    tokenizer, share = target.need_tokenizer(), settings.draft.vocab_prior
-    counts = count_supervised(samples, target.config.vocab_size)
-    prior = share * count_all(samples, target.config.vocab_size) if share else None
-    return build_vocab_map(counts, size, tokenizer_hash=tokenizer.hash, prior=prior)
+    return counted_vocab_map(
+        samples,
+        target.config.vocab_size,
+        size,
+        tokenizer_hash=target.need_tokenizer().hash,
+        share=settings.draft.vocab_prior,
+    )
 
 
 def read_fit(

@@ -39,7 +39,6 @@ DECLARED = {
         {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"parallel_draft_step": 4}},
     ],
     "DSpark": [{"architectures": ["Qwen3DSparkModel"]}, {"speculators_model_type": "dspark"}],
-    "Medusa": [{"medusa_num_heads": 3}, {"model_type": "medusa"}, {"architectures": ["MedusaModel"]}],
     "Hydra": [{"hydra_num_heads": 4}, {"model_type": "hydra"}],
     "MLP speculator": [{"model_type": "mlp_speculator"}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}],
     "PARD": [{"architectures": ["LlamaForCausalLM"], "pard_token": 9}],
@@ -70,7 +69,6 @@ def test_a_declared_kind_is_refused_by_its_name(name, config, tmp_path):
 
 SHOWN = {
     "P-EAGLE": EAGLE3 | {"mask_hidden": (1, H)},
-    "Medusa": MEDUSA,
     "Hydra": {"hydra_head.0.0.linear.weight": (H, H)},
     "MLP speculator": {"emb.0.weight": (9, H), "proj.0.weight": (H, H), "head.0.weight": (9, H)},
 }
@@ -86,8 +84,8 @@ def test_tensors_tell_where_the_config_is_silent(name, config, tmp_path):
 
 
 def test_a_file_name_tells_where_there_are_no_usual_weights(tmp_path):
-    (tmp_path / "medusa_lm_head.pt").write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match="kind Medusa"):
+    (tmp_path / "hydra_lm_head.pt").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match="kind Hydra"):
         read_draft(tmp_path)
 
 
@@ -117,6 +115,14 @@ def test_what_runs_is_recognised_by_declaration_and_by_tensors(tmp_path):
             (EAGLE3, {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 9]}}),
             (MODEL, SPECULATORS | {"speculators_model_type": "dflash"}),
             (MODEL, SPECULATORS | {"speculators_config": {"algorithm": "dflash"}}),
+        ],
+        "Medusa": [
+            (MEDUSA, None),
+            (MODEL, {"medusa_num_heads": 3}),
+            (MODEL, {"model_type": "medusa"}),
+            (EAGLE3, {"architectures": ["MedusaModel"]}),
+            ({f"medusa_head.{n}": s for n, s in MEDUSA.items()} | MODEL, None),
+            ({"blocks.0.layers.0.weight": (H, H), "lm_heads.0.weight": (40, H)}, {"hidden_size": H}),
         ],
         "whole model": [
             (MODEL, None),

@@ -1,0 +1,6 @@
+"""The helpers of tests/drafts/eagle."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "eagle"))
