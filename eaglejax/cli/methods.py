@@ -196,6 +196,7 @@ ALIASES = {
     "draft": "draft_model",
     "standalone": "draft_model",
     "nextn": "mtp",
+    **dict.fromkeys(("peagle", "p_eagle"), "eagle3"),
     **dict.fromkeys(
         (
             *("deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp"),

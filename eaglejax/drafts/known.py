@@ -16,6 +16,7 @@ class KnownDraft:
     """One kind. ``types``: what ``speculators_model_type``, ``model_type`` or an ``algorithm`` calls it;
     ``architectures``: pattern of its class names; ``keys``: keys of config.json that it alone has; ``files``:
     pattern of the names of weight files that it alone has; ``shown``: whether tensors of these names are its.
+    ``unless``: pattern of types and class names in whose company its keys are another kind's.
     """
 
     name: str
@@ -23,6 +24,7 @@ class KnownDraft:
     architectures: str | None = None
     keys: tuple[str, ...] = ()
     files: str | None = None
+    unless: str | None = None
     shown: Callable[[Collection[str]], bool] = lambda names: False
 
     def declared(self, raw: Mapping[str, Any]) -> str | None:
@@ -33,6 +35,9 @@ class KnownDraft:
         for value in class_names(raw):
             if self.architectures and re.search(self.architectures, value):
                 return f"architectures {value!r}"
+        others = [value for _, value in stated_types(raw)] + class_names(raw)
+        if self.unless and any(re.search(self.unless, value) for value in others):
+            return None
         for key in self.keys:
             inner = raw.get("eagle_config")
             for place in (raw, inner if isinstance(inner, Mapping) else {}):
@@ -92,13 +97,18 @@ KNOWN: tuple[KnownDraft, ...] = (
     ),
     KnownDraft("DFlash 2 or Domino", types=("dflash2", "domino"), architectures=r"(?i)dflash2|domino"),
     KnownDraft(
-        "P-EAGLE",
-        types=("peagle", "p_eagle", "parallel_eagle"),
-        architectures=r"(?i)p_?eagle|parallel.?eagle",
-        keys=("ptd_token_id", "parallel_drafting", "parallel_draft_step"),
-        shown=_any(r"(^|\.)(mask_hidden|mask_embedding|parallel_draft_heads)"),
+        "EAGLE with parallel heads",
+        keys=("parallel_draft_step",),
+        shown=_any(r"(^|\.)parallel_draft_heads"),
     ),
-    KnownDraft("PARD", types=("pard",), architectures=r"PARD", keys=("pard_token",)),
+    KnownDraft(
+        "PARD",
+        types=("pard",),
+        architectures=r"PARD",
+        keys=("pard_token", "ptd_token_id", "parallel_drafting"),
+        # P-EAGLE drafts name their mask token by the same keys.
+        unless=r"(?i)eagle",
+    ),
     KnownDraft(
         "Hydra",
         types=("hydra",),

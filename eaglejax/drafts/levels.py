@@ -81,6 +81,32 @@ class Levels(abc.ABC):
         return out, logits
 
 
+class OnePass(Levels):
+    """Levels whose ``logits`` [B, K, V] one pass gave before any token was chosen: a level's distribution is
+    the same below every node of it, and nodes have no state of their own."""
+
+    def __init__(self, logits: jax.Array, memory: Any, min_confidence: float) -> None:
+        nothing = jnp.zeros((logits.shape[0], 1), logits.dtype)
+        super().__init__(nothing, memory, logits.shape[-1], min_confidence)
+        self._logits = logits
+
+    def logits(self, state: jax.Array) -> jax.Array:
+        """Of the level."""
+        here = self._logits[:, self.level, None]
+        return jnp.broadcast_to(here, (*state.shape[:2], here.shape[-1]))
+
+    def place(self, tokens: jax.Array, seen: jax.Array) -> None:
+        """Nowhere."""
+        del tokens, seen
+
+    def forward(
+        self, at: None, feature: jax.Array, tokens: jax.Array, memory: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """What the pass gave."""
+        del at, tokens
+        return feature, self.logits(feature), memory
+
+
 @dataclasses.dataclass(frozen=True)
 class Grown(Proposer[ParamsT, StateT]):
     """A tree by a network that scores levels.

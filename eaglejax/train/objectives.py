@@ -19,7 +19,7 @@ from eaglejax.train.losses import Loss
 MOST_STEPS = 64
 """Chain steps that are unrolled."""
 
-Algorithm = Literal["eagle3", "eagle1", "hass", "mtp", "dflash", "medusa"]
+Algorithm = Literal["eagle3", "eagle1", "hass", "peagle", "mtp", "dflash", "medusa"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Objective:
         if any(w < 0 for w in self.weights) or not any(self.weights):
             raise ConfigError(f"step weights {list(self.weights)} must not be negative, nor all zero")
         for names, used, where in (
-            (("loss",), not self.regresses, "algorithm = 'eagle3', 'mtp', 'dflash' or 'medusa'"),
+            (("loss",), not self.regresses, "algorithm = 'eagle3', 'peagle', 'mtp', 'dflash' or 'medusa'"),
             (("kl_scale", "kl_decay"), self.loss == "lk_lambda", "loss = 'lk_lambda'"),
             (("feature_weight", "token_weight"), self.regresses, "algorithm = 'eagle1' or 'hass'"),
             (("top_weight", "top_tokens"), self.algorithm == "hass", "algorithm = 'hass'"),

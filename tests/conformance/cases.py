@@ -267,6 +267,8 @@ PROPOSERS = [
     Case("eagle3_chain", **eagle(3, chain(2), sample=True), slow=ALL),
     Case("eagle3_tree", **eagle(3, TREE, 1, sample=True)),
     Case("eagle3_dynamic", **eagle(3, DynamicTree(3, 3, 8), 1), slow=LAW),
+    Case("peagle_chain", **eagle(3, chain(3), 1, 2, sample=True), slow=LAW | {"greedy", "rows", "metrics"}),
+    Case("peagle_dynamic", **eagle(3, DynamicTree(2, 3, 8), mask_id=0), slow=ALL),
     Case("cascade", mixed_parts, of_parts, committed=False, slow=LAW | ROWS | {"metrics"}),
     Case("medusa_tree", **medusa(TREE, sample=True), slow=LAW),
     Case("medusa_chain", **medusa(chain(3), min_confidence=0.05), slow=ALL),

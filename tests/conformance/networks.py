@@ -43,12 +43,19 @@ from eaglejax.models.target import Target
 Rows = Sequence[Sequence[int]]
 
 
-def eagle(version: int, tree: DynamicTree | StaticTree, reduced: int = 0, **options: Any) -> dict[str, Any]:
+def eagle(
+    version: int,
+    tree: DynamicTree | StaticTree,
+    reduced: int = 0,
+    mask_id: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """An EAGLE draft: what ``build`` and ``weights`` of its case are. ``reduced``: target tokens that its
-    vocabulary lacks."""
+    vocabulary lacks; ``mask_id``: it guesses in parallel."""
 
     def build(target: Target) -> Eagle:
-        return Eagle(eagle_config(version, target, reduced), tree, **options)
+        config = dataclasses.replace(eagle_config(version, target, reduced), mask_id=mask_id)
+        return Eagle(config, tree, **options)
 
     return {"build": build, "weights": eagle_weights}
 

@@ -61,7 +61,7 @@ def features(target: Target, aux: tuple[int, ...]) -> jax.Array:
 
 
 def drafted(config, params: EagleParams, target: Target) -> np.ndarray:
-    """Logits of two passes: from the target's features, then from the draft's own state."""
+    """Logits of two passes: from the target's features, then from the draft's own state or its masks."""
     seen = features(target, config.aux)[:, :-1]
     states = unroll(params, config, seen, jnp.asarray(TOKENS[:, 1:]), 2)
     return np.stack([np.asarray(eagle_model.logits(params, config, s)) for s in states])
@@ -73,7 +73,7 @@ def distance(got, want) -> float:
 
 CASES = {
     "one": (3, {"num_aux": 1, "aux": (2,)}),
-    "two-joined": (3, {"num_aux": 2, "aux": (0, 3), "aux_norm": "joined"}),
+    "two-joined-masks": (3, {"num_aux": 2, "aux": (0, 3), "aux_norm": "joined", "mask_id": 5}),
     "four-each": (3, {"num_aux": 4, "aux": (0, 1, 2, 3), "aux_norm": "each", "own_head": False}),
     "rows": (3, {"num_aux": 1, "aux": (3,), "draft_vocab_size": 10, "own_head": False, "target_rows": True}),
     "narrow": (3, {"num_aux": 2, "aux": (1, 2), "hidden_size": 12, "own_embedding": True}),

@@ -18,7 +18,7 @@ from eaglejax.drafts.base import Draft, Needs, Observation
 from eaglejax.drafts.dflash import model
 from eaglejax.drafts.dflash.config import DFlashConfig
 from eaglejax.drafts.dflash.model import DFlashParams
-from eaglejax.drafts.levels import Grown, Levels
+from eaglejax.drafts.levels import Grown, Levels, OnePass
 from eaglejax.errors import ConfigError
 from eaglejax.nn.cache import Cache
 from eaglejax.sampling import RowSampling
@@ -88,35 +88,11 @@ class DFlash(Grown[DFlashParams, DFlashState]):
 
     def levels(self, params: DFlashParams, state: DFlashState) -> Levels:
         """The block, guessed."""
-        return _Block(self, params, state)
+        config = self.config
+        states, cache = model.guess_block(params, config, state.root, state.cache, self.length)
+        logits = model.logits(params, config, states if config.from_anchor else states[:, 1:])
+        return OnePass(logits, cache, self.min_confidence)
 
     def regrown(self, state: DFlashState, memory: Cache) -> DFlashState:
         """The block stands behind the cache's lengths."""
         return dataclasses.replace(state, cache=memory)
-
-
-class _Block(Levels):
-    """Logits of every level, whatever its tokens; nodes have no state of their own."""
-
-    def __init__(self, proposer: DFlash, params: DFlashParams, state: DFlashState) -> None:
-        config = proposer.config
-        states, cache = model.guess_block(params, config, state.root, state.cache, proposer.length)
-        self._logits = model.logits(params, config, states if config.from_anchor else states[:, 1:])
-        nothing = jnp.zeros((state.root.shape[0], 1), self._logits.dtype)
-        super().__init__(nothing, cache, config.draft_vocab_size, proposer.min_confidence)
-
-    def logits(self, state: jax.Array) -> jax.Array:
-        """Of the level."""
-        here = self._logits[:, self.level, None]
-        return jnp.broadcast_to(here, (*state.shape[:2], here.shape[-1]))
-
-    def place(self, tokens: jax.Array, seen: jax.Array) -> None:
-        """Nowhere."""
-        del tokens, seen
-
-    def forward(
-        self, at: None, feature: jax.Array, tokens: jax.Array, memory: Cache
-    ) -> tuple[jax.Array, jax.Array, Cache]:
-        """What the block's pass gave."""
-        del at, tokens
-        return feature, self.logits(feature), memory

@@ -15,7 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eaglejax.drafts.align import check_alignable, final_map, fold_fc, original_embedding, original_head
+from eaglejax.drafts.align import (
+    boundary_map,
+    check_alignable,
+    final_map,
+    fold_fc,
+    original_embedding,
+    original_head,
+)
 from eaglejax.drafts.borrow import head_matrix
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.files.load import read_weights
@@ -82,6 +89,11 @@ def align_file(
         norm = weights.get("aux_norm")
         weights["fc"] = fold_fc(weights["fc"], basis, norm).astype(np.float32)
         notes.append(f"the map of {config.num_aux} boundaries was folded into fc")
+        if config.parallel:
+            # What stands for unknown features is read through the folded map as known ones are.
+            mask = np.asarray(weights["mask"], np.float64).reshape(config.num_aux, -1)
+            weights["mask"] = (mask @ boundary_map(basis).T).reshape(-1).astype(np.float32)
+            notes.append("the masks' features were turned with them")
         if norm is not None:
             weights["aux_norm"] = jnp.ones_like(norm)
             notes.append("the norms before fc were folded into it: they do not commute with a rotation")

@@ -3,7 +3,7 @@
 EAGLE-1 (Li et al. 2024a; EAGLE-2 and HASS share its weights) mixes the token's embedding with the target's
 final feature in ``fc`` and predicts the next feature, which the target's own head reads. EAGLE-3 (Li et al.
 2025) fuses features of several depths, lets its first layer attend over [embedding, feature] and has a head
-of its own. EAGLE-3.1 and the trainers' variants are flags.
+of its own. EAGLE-3.1, P-EAGLE (arXiv:2602.01469) and the trainers' variants are flags.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class EagleConfig:
     embedding and ``softcap`` caps the logits (target conventions that a draft with borrowed parts follows).
     ``basis``: id of the basis that the features it reads are in, None for the one that the target was trained
     in. ``feature_map`` (where it reads the last state): the file ships the map from such features to those it
-    was trained on.
+    was trained on. ``mask_id`` (EAGLE-3): id of the token that stands for one not known yet, in a draft whose
+    steps behind the first are one pass over masks (P-EAGLE); what stands for such a token's features, the
+    file ships. None: each step reads the state of the one before.
     """
 
     version: int
@@ -86,6 +88,7 @@ class EagleConfig:
     softcap: float | None = None
     basis: str | None = None
     feature_map: bool = False
+    mask_id: int | None = None
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
@@ -125,6 +128,10 @@ class EagleConfig:
             )
         if self.target_rows and (self.own_head or not self.reduced):
             raise ConfigError("target_rows is for a reduced draft vocabulary without a head of its own")
+        if self.mask_id is not None and not 0 <= self.mask_id < self.vocab_size:
+            raise ConfigError(
+                f"the mask token {self.mask_id} is no row of an embedding of {self.vocab_size} tokens"
+            )
         self._check_experts()
         activation(self.activation)
         self.rope.rotary_dim(self.head_dim)
@@ -157,7 +164,7 @@ class EagleConfig:
                 f"an EAGLE-1 draft predicts the target's features, so its hidden size "
                 f"{self.hidden_size} must be the target's {self.target_hidden_size}"
             )
-        for name in ("aux", "num_aux", "norm_before_residual", "head_norm"):
+        for name in ("aux", "num_aux", "norm_before_residual", "head_norm", "parallel"):
             if getattr(self, name):
                 raise ConfigError(f"an EAGLE-1 draft has no {name}; that is an EAGLE-3 setting")
         if self.aux_norm != "none" or self.reduced:
@@ -212,6 +219,11 @@ class EagleConfig:
             scores="softmax",
             normalize=True,
         )
+
+    @property
+    def parallel(self) -> bool:
+        """Whether all steps behind the first are one pass over masks."""
+        return self.mask_id is not None
 
     @property
     def reads_final(self) -> bool:

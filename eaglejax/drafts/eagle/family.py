@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-2, EAGLE-3 and HASS as a family of drafts: the record that the rest knows them by."""
+"""EAGLE-1, -2, -3, HASS and P-EAGLE as a family of drafts: the record that the rest knows them by."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EagleFamily(DraftFamily):
     def declared(self, raw: Mapping[str, Any]) -> str | None:
         """A type or a class name with EAGLE in it, or eaglejax's own block about a head."""
         for key, value in stated_types(raw):
-            if re.fullmatch(r"(?i)eagle[-_]?[123]?|hass", value):
+            if re.fullmatch(r"(?i)eagle[-_]?[123]?|hass|p[-_]?eagle|parallel[-_]?eagle", value):
                 return f"{key} {value!r}"
         for value in class_names(raw):
             if re.search(r"(?i)eagle", value):

@@ -6,6 +6,7 @@ Weights are a nested dict; every matrix is [in, out]::
     features, EAGLE-3; none where it reads the last state alone)
     aux_norm [A * Ht] or [A, Ht]        EAGLE-3 with ``aux_norm`` "joined" or "each"
     feature_map [Ht, H]                 a draft of the last state aligned to a rotated target (always f32)
+    mask [max(A, 1) * Ht]               with ``mask_id``: what stands for an unknown token's features
     layers[i]: input_norm [H]           not in EAGLE-1's first layer; in EAGLE-3's it is the embedding's norm
                hidden_norm [H]          EAGLE-3's first layer alone: the feature's norm
                q [I, Hq*d], k, v [I, Hkv*d], o [Hq*d, H]    I = 2H in EAGLE-3's first layer, else H; q_bias
@@ -38,8 +39,8 @@ from eaglejax.nn.kv import fill
 from eaglejax.nn.linear import PackedWeight, embedding, linear
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import Angles
-from eaglejax.nn.visible import Visible
-from eaglejax.pytree import ArrayInfo, constant
+from eaglejax.nn.visible import Causal, Visible
+from eaglejax.pytree import ArrayInfo, constant, normal
 from eaglejax.tap import scope, tap
 
 Weights = dict[str, Any]
@@ -91,6 +92,10 @@ def param_table(config: EagleConfig, dtype: Any = jnp.float32) -> Weights:
         table["aux_norm"] = norm(config.num_aux, config.target_hidden_size)
     if config.feature_map:
         table["feature_map"] = ArrayInfo((config.target_hidden_size, hidden), jnp.float32, (None, "embed"))
+    if config.parallel:
+        table["mask"] = ArrayInfo(
+            (max(config.num_aux, 1) * config.target_hidden_size,), dtype, (None,), normal(1.0)
+        )
     if config.head_norm:
         table["norm"] = norm(hidden)
     if config.own_embedding:
@@ -134,6 +139,18 @@ def fuse(params: EagleParams, config: EagleConfig, features: jax.Array) -> jax.A
     x = params.adapter.from_target(features)
     if config.feature_map:
         x = linear(x.astype(jnp.float32), weights["feature_map"])
+    return _mix(weights, config, x)
+
+
+def mask_feature(params: EagleParams, config: EagleConfig) -> jax.Array:
+    """The draft's feature [H] of a token that is not known yet (``mask_id``), made as those of known ones are
+    but that nothing of it comes from the target, so that no rotation concerns it."""
+    mask = params.weights["mask"].reshape(1, 1, max(config.num_aux, 1), config.target_hidden_size)
+    return _mix(params.weights, config, mask)[0, 0]
+
+
+def _mix(weights: Weights, config: EagleConfig, x: jax.Array) -> jax.Array:
+    """Features [B, M, A, Ht] in the draft's basis, normalised and fused: [B, M, H]."""
     x = x.astype(dtype_of(weights))
     if config.reads_final:
         return x[:, :, 0]
@@ -238,3 +255,16 @@ def step(
     state, layers = backbone(params, config, feature, tokens, cache.layers, at)
     tap("state", state)
     return state, dataclasses.replace(cache, layers=layers)
+
+
+def guess_masks(
+    params: EagleParams, config: EagleConfig, cache: Cache, count: int
+) -> tuple[jax.Array, Cache]:
+    """States [B, count, H] of ``count`` masks in a row behind the committed pairs, in one pass, and the cache
+    with them (lengths unmoved). The caller guarantees ``cache.lengths + count <= capacity``."""
+    assert config.mask_id is not None
+    batch = cache.lengths.shape[0]
+    feature = jnp.broadcast_to(mask_feature(params, config), (batch, count, config.hidden_size))
+    tokens = jnp.full((batch, count), config.mask_id, jnp.int32)
+    positions = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
+    return step(params, config, feature, tokens, positions, cache, Causal(), positions)

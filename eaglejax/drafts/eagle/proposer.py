@@ -4,8 +4,9 @@ Draft position p holds the pair (feature of token p, token p + 1); its state pre
 root sits at position n, pairs 0 .. n-1 are in the draft's cache, computed from the target's true features:
 ``observe`` recomputes what a round accepted instead of keeping what the tree guessed. The state of pair n-1
 gives the tree's first level (the root's children); a node at depth d is expanded as the pair (its parent's
-state, its token) at position n + d - 1. Keys and values of a tree are written behind the cache's length and
-never committed.
+state, its token) at position n + d - 1. A draft with masks (P-EAGLE) has one pass for all levels but the
+first: pairs of the mask's feature and the mask token at positions n, n + 1, ..., each of which sees those
+before it. Keys and values of a tree are written behind the cache's length and never committed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from eaglejax.drafts.base import Needs, Observation
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.model import EagleParams
-from eaglejax.drafts.levels import Grown, Levels
+from eaglejax.drafts.levels import Grown, Levels, OnePass
 from eaglejax.errors import ConfigError
 from eaglejax.nn.cache import Cache
 from eaglejax.nn.visible import Causal, Tree
@@ -38,7 +39,7 @@ class EagleState:
 
 @dataclasses.dataclass(frozen=True)
 class Eagle(Grown[EagleParams, EagleState]):
-    """EAGLE-1, EAGLE-2 or EAGLE-3, as ``config`` says, on a tree; its settings are those of ``Grown``."""
+    """EAGLE-1, -2, -3 or P-EAGLE, as ``config`` says, on a tree; its settings are those of ``Grown``."""
 
     config: EagleConfig
 
@@ -51,6 +52,11 @@ class Eagle(Grown[EagleParams, EagleState]):
     def needs(self) -> Needs:
         """The boundaries that the draft was made for."""
         return Needs(self.config.taps)
+
+    @property
+    def scratch(self) -> int:
+        """Pairs that a tree writes."""
+        return self.depth - 1 if self.config.parallel else super().scratch
 
     def init(self, params: EagleParams, *, batch: int, capacity: int, inputs: Any = ()) -> EagleState:
         """An empty state for rows of up to ``capacity`` tokens."""
@@ -84,8 +90,14 @@ class Eagle(Grown[EagleParams, EagleState]):
         )
 
     def levels(self, params: EagleParams, state: EagleState) -> Levels:
-        """The state of each row's last pair, and the layers over the pairs of a tree."""
-        return _Pairs(self, params, state)
+        """The state of each row's last pair, and the layers over the pairs of a tree, or over masks."""
+        if not self.config.parallel:
+            return _Pairs(self, params, state)
+        states, cache = state.feature[:, None], state.cache
+        if self.depth > 1:
+            further, cache = eagle_model.guess_masks(params, self.config, cache, self.depth - 1)
+            states = jnp.concatenate([states, further], axis=1)
+        return OnePass(eagle_model.logits(params, self.config, states), cache, self.min_confidence)
 
     def regrown(self, state: EagleState, memory: Cache) -> EagleState:
         """The pairs of the tree stand behind the cache's lengths."""

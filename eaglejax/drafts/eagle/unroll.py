@@ -37,7 +37,8 @@ def unroll(
 
     ``features`` [B, T, A, Ht]: the target's, of tokens x_0 .. x_{T-1} (A = 1 for EAGLE-1). ``tokens`` [B, T]:
     x_1 .. x_T, the token after each. Pass k of row t reads token x_{t+1+k} and predicts x_{t+2+k}; rows t >=
-    T - k have no such token: they run on token 0 and the caller masks them. ``positions`` [B, T] of x_0 ..
+    T - k have no such token: they run on token 0 and the caller masks them. A draft with a ``mask_id`` reads
+    masks from pass 1 on, whatever the text. ``positions`` [B, T] of x_0 ..
     (default 0, 1, ...); ``documents`` [B, T] int: rows of different documents do not see each other (a row
     whose shifted token belongs to the next document is the caller's to mask). ``through_time`` False cuts the
     gradient between passes (HASS). ``routing``: an empty list that gets, for each pass, each layer's router
@@ -53,7 +54,10 @@ def unroll(
     state = eagle_model.fuse(params, config, features)
     states = []
     for step in range(steps):
-        if step > 0:
+        if step > 0 and config.mask_id is not None:
+            state = jnp.broadcast_to(eagle_model.mask_feature(params, config), state.shape)
+            tokens = jnp.full_like(tokens, config.mask_id)
+        elif step > 0:
             state = params.adapter.from_draft(state if through_time else jax.lax.stop_gradient(state))
             tokens = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
         routed: list[jax.Array] = []

@@ -35,11 +35,11 @@ from eaglejax.train.settings import TrainSettings
 
 
 class EagleTraining(TrainingFamily):
-    """EAGLE-3, EAGLE-1 and HASS; see ``train.eagle.objective``."""
+    """EAGLE-3, EAGLE-1, HASS and P-EAGLE; see ``train.eagle.objective``."""
 
     name: ClassVar[str] = "EAGLE"
     config: ClassVar[type] = EagleConfig
-    algorithms: ClassVar[tuple[str, ...]] = ("eagle3", "eagle1", "hass")
+    algorithms: ClassVar[tuple[str, ...]] = ("eagle3", "eagle1", "hass", "peagle")
 
     def planned(self, settings: TrainSettings, target: Target, file: Any = None) -> EagleConfig:
         """A new draft's shape follows the target's where the settings say nothing."""

@@ -1,9 +1,12 @@
-"""What a draft is trained for: EAGLE-3, EAGLE-1 and HASS as settings of one loss over unrolled steps.
+"""What a draft is trained for: EAGLE-3, EAGLE-1, HASS and P-EAGLE as settings of one loss over steps.
 
 EAGLE-3 (Li et al. 2025): K steps, each scored by the distance between the distributions. EAGLE-1 (Li et al.
 2024): one step, scored by the distance between the predicted and the true feature, plus a small cross
 entropy through the target's head. HASS (Zhang et al. 2024): EAGLE-1's loss at K steps, each fed the states
-of the one before, plus a cross entropy on the target's ten likeliest tokens.
+of the one before, plus a cross entropy on the target's ten likeliest tokens. P-EAGLE (Hui et al. 2026):
+EAGLE-3's loss at K steps, of which all but the first read masks. Its authors train step k at a share r^k of
+the positions, drawn anew each time, to save memory; here each step is trained everywhere and weighs r^k
+(``step_decay``), which has the same expectation.
 """
 
 from __future__ import annotations

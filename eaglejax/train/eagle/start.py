@@ -37,7 +37,8 @@ def version_of(objective: Objective) -> int:
 def planned_config(settings: TrainSettings, target: Target, file: DraftFile | None) -> EagleConfig:
     """See ``TrainingFamily.planned``."""
     if file is None:
-        config = draft_config(settings.draft, target, version_of(settings.objective)).fit(target.config)
+        version, parallel = version_of(settings.objective), settings.objective.algorithm == "peagle"
+        config = draft_config(settings.draft, target, version, parallel=parallel).fit(target.config)
         if settings.draft.start != "random":
             warm.check_start(config, target, settings.draft.start)
     else:
@@ -52,8 +53,11 @@ def planned_config(settings: TrainSettings, target: Target, file: DraftFile | No
     return config
 
 
-def draft_config(settings: DraftSettings, target: Target, version: int) -> EagleConfig:
-    """The configuration of a new draft for ``target``."""
+def draft_config(
+    settings: DraftSettings, target: Target, version: int, *, parallel: bool = False
+) -> EagleConfig:
+    """The configuration of a new draft for ``target``. ``parallel``: it guesses by masks (P-EAGLE), whose
+    token is the target's end of text; what tells them apart is their feature, which is learnt."""
     model = target.config
     heads = settings.num_heads or model.num_heads
     return EagleConfig(
@@ -78,6 +82,7 @@ def draft_config(settings: DraftSettings, target: Target, version: int) -> Eagle
         embed_scale=model.embed_scale,
         softcap=model.final_softcap,
         basis=target.basis,
+        mask_id=(target.eos_ids or (0,))[0] if parallel else None,
     )
 
 
@@ -207,6 +212,13 @@ def _check_existing(file: DraftFile, settings: TrainSettings) -> None:
         raise ConfigError(
             f"{start} is an EAGLE-{config.version} draft; objective.algorithm "
             f"{settings.objective.algorithm!r} trains EAGLE-{version_of(settings.objective)}"
+        )
+    if config.parallel != (settings.objective.algorithm == "peagle"):
+        kind = "guesses in parallel" if config.parallel else "guesses one token after another"
+        right = "peagle" if config.parallel else "eagle3"
+        raise ConfigError(
+            f"{start} {kind}; objective.algorithm {settings.objective.algorithm!r} is not for it: use "
+            f"{right!r}"
         )
     found = {
         "vocab": wanted.vocab if config.target_rows else config.draft_vocab_size,

@@ -123,7 +123,7 @@ HELD = [
     {"aux": (0, 3), "num_aux": 2, "own_embedding": True, "target_hidden_size": 6, "aux_norm": "each"},
     {"qk_norm": True, "qkv_bias": True, "fc_bias": True, "rope": RopeConfig("linear", factor=2.0)},
     {"draft_vocab_size": 24, "own_head": False, "target_rows": True, "aux": (2, 3, 4)},
-    {"own_head": False},
+    {"own_head": False, "mask_id": 0},
     {"version": 1, "num_aux": 0, "head_norm": False, "embed_scale": 2.0, "fc_bias": True, "own_head": False},
 ]
 

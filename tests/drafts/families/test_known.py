@@ -32,16 +32,17 @@ SPECULATORS = {"transformer_layer_config": {"model_type": "llama"}}
 
 DECLARED = {
     "DFlash 2 or Domino": [{"architectures": ["DFlash2DraftModel"]}, {"speculators_model_type": "domino"}],
-    "P-EAGLE": [
-        {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 7},
-        {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True},
-        SPECULATORS | {"speculators_model_type": "peagle"},
+    "EAGLE with parallel heads": [
         {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"parallel_draft_step": 4}},
     ],
     "DSpark": [{"architectures": ["Qwen3DSparkModel"]}, {"speculators_model_type": "dspark"}],
     "Hydra": [{"hydra_num_heads": 4}, {"model_type": "hydra"}],
     "MLP speculator": [{"model_type": "mlp_speculator"}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}],
-    "PARD": [{"architectures": ["LlamaForCausalLM"], "pard_token": 9}],
+    "PARD": [
+        {"architectures": ["LlamaForCausalLM"], "pard_token": 9},
+        {"architectures": ["LlamaForCausalLM"], "ptd_token_id": 7},
+        {"model_type": "llama", "parallel_drafting": True},
+    ],
     "ReDrafter": [{"model_type": "redrafter"}],
 }
 
@@ -68,7 +69,7 @@ def test_a_declared_kind_is_refused_by_its_name(name, config, tmp_path):
 
 
 SHOWN = {
-    "P-EAGLE": EAGLE3 | {"mask_hidden": (1, H)},
+    "EAGLE with parallel heads": EAGLE3 | {"parallel_draft_heads.medusa_heads.0.0.linear.weight": (H, H)},
     "Hydra": {"hydra_head.0.0.linear.weight": (H, H)},
     "MLP speculator": {"emb.0.weight": (9, H), "proj.0.weight": (H, H), "head.0.weight": (9, H)},
 }
@@ -102,6 +103,10 @@ def test_what_runs_is_recognised_by_declaration_and_by_tensors(tmp_path):
             (MODEL, {"eaglejax": {"head": "own"}}),
             ({n: s for n, s in EAGLE3.items() if n != "fc.weight"}, None),
             (EAGLE3, {"eagle_config": {"parallel_draft_step": 1}}),
+            (EAGLE3 | {"mask_hidden": (1, 1, 3 * H)}, None),
+            (MODEL, {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 7}),
+            (MODEL, {"architectures": ["PEagleDraftModel"], "pard_token": 7}),
+            (MODEL, SPECULATORS | {"speculators_model_type": "peagle"}),
         ],
         "MTP": [
             (MTP, None),

@@ -126,9 +126,12 @@ def _speculators_config(
         layer["sliding_window"] = next(w for w in config.windows if w)
         layer["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows]
     given = (source.get("speculators_config") or {}).get("verifier") or {}
+    kind = "peagle" if config.parallel else "eagle3"
+    mask = {"mask_token_id": config.mask_id} if config.parallel else {}
     return {
-        "architectures": [architecture],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleSpeculator" if config.parallel else architecture],
+        "speculators_model_type": kind,
+        **mask,
         "speculators_version": (source.get("speculators_version") or "0.4.0"),
         "torch_dtype": dtype,
         "draft_vocab_size": config.draft_vocab_size,
@@ -141,12 +144,12 @@ def _speculators_config(
         "eagle_aux_hidden_state_layer_ids": list(config.aux) or None,
         "transformer_layer_config": layer,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": 3,
+                    "speculative_tokens": _drafted(source) if config.parallel else 3,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
@@ -157,6 +160,12 @@ def _speculators_config(
             },
         },
     }
+
+
+def _drafted(source: Mapping[str, Any]) -> int:
+    """Tokens that a draft in parallel was trained to guess, where the file that it comes from says so."""
+    methods = (source.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return int(methods[0].get("speculative_tokens") or 3)
 
 
 def _eaglejax_config(

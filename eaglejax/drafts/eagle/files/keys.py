@@ -16,6 +16,8 @@ from eaglejax.models.config_reader import BOOKKEEPING, ELSEWHERE, is_bookkeeping
 from eaglejax.naming import misspelt
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+MASK_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
+"""What producers call the token that stands for unknown ones: P-EAGLE's own, vLLM's, speculators'."""
 FLAGS = (
     *("norm_output", "return_hidden_post_norm", "norm_before_residual", "norm_before_fc", "fc_norm"),
     *("use_aux_hidden_state", "use_last_layernorm"),
@@ -36,6 +38,7 @@ _TOP = (
     *("architectures", "model_type", KEY, "eagle_config", "quantization_config", "bias", "eagle_fc_bias"),
     *("draft_vocab_size", "target_hidden_size", AUX_KEY, "target_layer_ids", "embed_requires_grad"),
     *("fusion_bias", "layernorms", "add_para_norm"),
+    *(*MASK_KEYS, "parallel_drafting"),
     *("speculators_model_type", "speculators_config", "transformer_layer_config", "speculators_version"),
     *("transformer_layer_architecture", "algorithm", "spec_type"),
 )
@@ -60,6 +63,7 @@ _NAMES = (
     *("target_model_type", "target_vocab_size", "num_target_layers", "speculator_config", "eagle_version"),
     *("num_speculative_tokens", "speculative_tokens", "ttt_length", "target_model", "base_model"),
     *("base_model_name_or_path", "target_model_name_or_path", "draft_model_name", "target_model_path"),
+    *("num_depths", "down_sample_ratio", "down_sample_ratio_min", "max_anchors"),
 )
 """What producers note of the target and of training."""
 

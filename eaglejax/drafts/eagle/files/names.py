@@ -7,6 +7,7 @@ without wrappers; a rule table maps that to leaves. Writing goes the other way.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 
@@ -28,6 +29,7 @@ RULES: list[Rule] = [
     Rule("fc", "fc.weight", TRANSPOSE),
     Rule("fc_bias", "fc.bias", COPY),
     Rule("feature_map", "feature_map.weight", TRANSPOSE),
+    Rule("mask", "mask_hidden", COPY),
     Rule("norm", "norm.weight", COPY),
     Rule("embed", "embed_tokens.weight", COPY),
     Rule("head", "lm_head.weight", TRANSPOSE),
@@ -45,6 +47,9 @@ RULES: list[Rule] = [
     ),
 ]
 """Plain names of all leaves but ``aux_norm``, whose form depends on the configuration (see ``rules``)."""
+
+MASK = "mask_hidden"
+"""What stands for the features of unknown tokens; stored with dimensions of 1 before the one it has here."""
 
 VOCABULARY = ("d2t", "t2d")
 """The vocabulary map; read by itself, not a weight."""
@@ -97,13 +102,15 @@ class PlainStore:
         return self.stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.shape(self.stored[name])
+        shape = self._file.shape(self.stored[name])
+        return (math.prod(shape),) if name == MASK else shape
 
     def dtype(self, name: str) -> np.dtype:
         return self._file.dtype(self.stored[name])
 
     def array(self, name: str) -> np.ndarray:
-        return self._file.array(self.stored[name])
+        array = self._file.array(self.stored[name])
+        return array.reshape(-1) if name == MASK else array
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         return self._file.rows(self.stored[name], start, stop)

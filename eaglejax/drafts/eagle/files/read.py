@@ -18,7 +18,7 @@ import numpy as np
 from eaglejax.checkpoint.files import read_json
 from eaglejax.config import AuxConvention
 from eaglejax.drafts.eagle.config import EagleConfig
-from eaglejax.drafts.eagle.files import norms, parts
+from eaglejax.drafts.eagle.files import masks, norms, parts
 from eaglejax.drafts.eagle.files.keys import AUX_KEY
 from eaglejax.drafts.eagle.files.names import PlainStore
 from eaglejax.drafts.eagle.files.settings import KEY
@@ -118,6 +118,7 @@ class _Reader(Shapes):
             "embed_scale": self.settings.get("embed_scale"),
             "softcap": self.settings.get("softcap"),
             "basis": self.settings.get("basis"),
+            "mask_id": masks.mask_token(self, version),
         }
         unused: tuple[str, ...] = ()
         if version == 1:

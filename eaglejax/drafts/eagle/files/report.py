@@ -29,6 +29,7 @@ def report(file: DraftFile, target: ModelConfig | None = None) -> dict[str, Any]
     return {
         "path": str(file.path),
         "method": f"eagle{config.version}",
+        "parallel": config.parallel,
         "layout": file.layout,
         "parameters": parameters,
         "config": dataclasses.asdict(config),
@@ -77,6 +78,8 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     norm = [] if config["aux_norm"] == "none" else [f"features normalised: {config['aux_norm']}"]
     row("flags", ", ".join(on + norm) or "none")
     rope = config["rope"]
+    if report["parallel"]:
+        row("parallel", f"all tokens behind the first in one pass, as masks of token {config['mask_id']}")
     row("rotary", f"{rope['kind']}, theta {rope['theta']:g}")
     row(
         "vocabulary",

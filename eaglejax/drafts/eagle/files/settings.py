@@ -47,6 +47,7 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "embed_scale": (_positive, "a positive number"),
     "softcap": (_positive, "a positive number"),
     "experts_per_token": (lambda v: _whole(v, 1), "a positive integer"),
+    "mask_id": (lambda v: _whole(v, 0), "the id of a token"),
     "basis": (lambda v: isinstance(v, str) and bool(v), "the id of a basis"),
     "own_embedding": (_boolean, "true or false"),
     "feature_map": (_boolean, "true or false"),
@@ -84,6 +85,7 @@ def write_settings(config: EagleConfig) -> dict[str, Any]:
         "softcap": config.softcap,
         "basis": config.basis,
         "experts_per_token": config.experts_per_token or None,
+        "mask_id": config.mask_id,
         "windows": list(config.windows) if any(config.windows) else None,
     }
     return {"head": head} | {name: value for name, value in values.items() if value is not None}

@@ -22,7 +22,7 @@ from eaglejax.checkpoint.safetensors_io import Pending, write_safetensors
 from eaglejax.drafts.borrow import head_matrix
 from eaglejax.drafts.eagle.config import EagleConfig, default_boundaries
 from eaglejax.drafts.eagle.files.dialects import write_config
-from eaglejax.drafts.eagle.files.names import IGNORABLE, rules
+from eaglejax.drafts.eagle.files.names import IGNORABLE, MASK, rules
 from eaglejax.drafts.eagle.files.read import DraftFile
 from eaglejax.drafts.eagle.files.settings import ARCHITECTURE
 from eaglejax.drafts.eagle.files.vocabulary import looks_absolute
@@ -69,8 +69,10 @@ _COMMON_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
     ("a map of the target's features", lambda c: c.feature_map),
     ("a mixture of experts", lambda c: c.num_experts > 0),
 )
+_PARALLEL = ("the masks of a draft that guesses in parallel", lambda c: c.parallel)
 _PLAIN_LIMITS: tuple[tuple[str, Callable[[EagleConfig], bool]], ...] = (
     *_COMMON_LIMITS,
+    _PARALLEL,
     ("norm_before_residual", lambda c: c.norm_before_residual),
     ("one norm over the joined features", lambda c: c.aux_norm == "joined"),
     ("q/k norms", lambda c: c.qk_norm),
@@ -200,6 +202,11 @@ def _pending(value: Any) -> Pending:
     return Pending(tuple(value.shape), np.dtype(value.dtype), lambda: np.asarray(value))
 
 
+def _reshaped(value: Pending, shape: tuple[int, ...]) -> Pending:
+    new = np.empty(value.shape, np.bool_).reshape(shape).shape
+    return Pending(new, value.dtype, lambda: value.make().reshape(new))
+
+
 def tensors_of_file(file: DraftFile) -> Tensors:
     """The tensors of a checkpoint under plain names, as stored."""
     skip = [*IGNORABLE, *map(re.escape, file.unused)]
@@ -246,6 +253,8 @@ def write_draft(
     dtype = tensors["layers.0.self_attn.o_proj.weight"].dtype.name
     config = dataclasses.replace(config, own_embedding=_EMBED in tensors)
     tensors = {_name(name, config, form): value for name, value in tensors.items()}
+    if MASK in tensors:
+        tensors[MASK] = _reshaped(tensors[MASK], (1, 1, -1))
     if config.version == 3 and (ids is not None or form.map_always):
         full = np.arange(config.draft_vocab_size) if ids is None else np.asarray(ids, np.int64)
         tensors["d2t"] = _pending((full - np.arange(len(full))).astype(np.int64))
