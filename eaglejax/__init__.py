@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from eaglejax.checkpoint.target import load_target
     from eaglejax.conversation import Conversation
     from eaglejax.drafts.autoregressive import Autoregressive
-    from eaglejax.drafts.base import Bound
+    from eaglejax.drafts.base import Bound, Request
     from eaglejax.drafts.cascade.proposer import Cascade, cascade
     from eaglejax.drafts.draft_model.load import load_draft_model
     from eaglejax.drafts.draft_model.proposer import DraftModel
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from eaglejax.drafts.registry import load_draft
     from eaglejax.drafts.suffix.proposer import Suffix
     from eaglejax.drafts.tree import DynamicTree, StaticTree, chain, from_choices
+    from eaglejax.engine.engine import Engine
     from eaglejax.errors import EaglejaxError
     from eaglejax.models.target import Target, random_target
     from eaglejax.quant.calibrate import calibrate
     from eaglejax.quant.quantize import quantize_target
     from eaglejax.quant.schemes import Plan, get_scheme
     from eaglejax.sampling import Sampling
-    from eaglejax.speculate.generate import Generation, Piece
+    from eaglejax.speculate.books import Generation, Piece
     from eaglejax.speculate.options import DecodeOptions
 
 __version__ = "0.1.0"
@@ -56,12 +57,14 @@ __all__ = [
     "DynamicTree",
     "Eagle",
     "EaglejaxError",
+    "Engine",
     "Generation",
     "Mtp",
     "NGram",
     "Piece",
     "Plan",
     "Prediction",
+    "Request",
     "Sampling",
     "StaticTree",
     "Suffix",
@@ -91,12 +94,14 @@ _PLACES = {
     "DynamicTree": "eaglejax.drafts.tree",
     "Eagle": "eaglejax.drafts.eagle.proposer",
     "EaglejaxError": "eaglejax.errors",
-    "Generation": "eaglejax.speculate.generate",
+    "Engine": "eaglejax.engine.engine",
+    "Generation": "eaglejax.speculate.books",
     "Mtp": "eaglejax.drafts.mtp.proposer",
     "NGram": "eaglejax.drafts.ngram",
-    "Piece": "eaglejax.speculate.generate",
+    "Piece": "eaglejax.speculate.books",
     "Plan": "eaglejax.quant.schemes",
     "Prediction": "eaglejax.drafts.prediction",
+    "Request": "eaglejax.drafts.base",
     "Sampling": "eaglejax.sampling",
     "StaticTree": "eaglejax.drafts.tree",
     "Suffix": "eaglejax.drafts.suffix.proposer",

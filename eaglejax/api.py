@@ -9,15 +9,14 @@ from typing import Any, Unpack, overload
 import numpy as np
 
 from eaglejax.conversation import Conversation, as_conversation, template_variables
-from eaglejax.drafts.autoregressive import Autoregressive
 from eaglejax.drafts.base import Bound, Proposer, Request
-from eaglejax.drafts.registry import check_basis_of
 from eaglejax.errors import ConfigError, EaglejaxError, RequestError
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
-from eaglejax.speculate.admission import check_request
+from eaglejax.speculate.admission import bound_for, check_request
+from eaglejax.speculate.books import Generation, Piece
 from eaglejax.speculate.chance import watch
-from eaglejax.speculate.generate import BatchDecoder, Generation, Piece
+from eaglejax.speculate.generate import BatchDecoder
 from eaglejax.speculate.metrics import Stats
 from eaglejax.speculate.options import DecodeChanges, DecodeOptions
 
@@ -131,14 +130,7 @@ def decoder_for(
     Raises ConfigError for predictions that the proposer does not use, and MismatchError for an EAGLE draft in
     another basis than the target's.
     """
-    proposer = Autoregressive() if proposer is None else proposer
-    bound = proposer if isinstance(proposer, Bound) else Bound(proposer)
-    if not isinstance(bound.proposer, Proposer):
-        raise ConfigError(
-            f"proposer is {bound.proposer!r}; give an object such as NGram(length=7), what load_draft "
-            "returned, or None for plain decoding"
-        )
-    check_basis_of(bound, target)
+    bound = bound_for(target, proposer)
     return BatchDecoder(target, bound.proposer, bound.params, requests, batch=batch, options=options)
 
 

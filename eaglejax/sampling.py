@@ -66,19 +66,25 @@ class RowSampling:
 
 
 def rows(
-    samplings: Sequence[Sampling], vocab_size: int, prompts: Sequence[Sequence[int]] | None = None
+    samplings: Sequence[Sampling],
+    vocab_size: int,
+    prompts: Sequence[Sequence[int]] | None = None,
+    *,
+    whole: bool = False,
 ) -> RowSampling:
     """Settings of a batch over a vocabulary of ``vocab_size`` (V) tokens.
 
-    ``prompts``: token ids of every row, read by the repetition penalty alone. Raises ConfigError for a
-    biased token outside the vocabulary, a bias that bans every token, or a repetition penalty without
+    ``prompts``: token ids of every row, read by the repetition penalty alone. ``whole``: every array is there
+    and every flag is set, whatever the rows ask for, for batches whose rows come and go. Raises ConfigError
+    for a biased token outside the vocabulary, a bias that bans every token, or a repetition penalty without
     prompts; RequestError for a prompt token outside the vocabulary.
     """
     if not samplings:
         raise ConfigError("a batch needs at least one row of sampling settings")
     if prompts is not None and len(prompts) != len(samplings):
         raise ConfigError(f"{len(samplings)} sampling settings for {len(prompts)} prompts; give one a prompt")
-    penalised, biased = any(s.penalised for s in samplings), any(s.logit_bias for s in samplings)
+    penalised = whole or any(s.penalised for s in samplings)
+    biased = whole or any(s.logit_bias for s in samplings)
 
     def column(name: str) -> jax.Array:
         return jnp.asarray([getattr(s, name) for s in samplings], jnp.float32)
@@ -101,8 +107,8 @@ def rows(
         bias=jnp.asarray(_bias_table(samplings, vocab_size)) if biased else None,
         counts=jnp.zeros(shape, jnp.int32) if penalised else None,
         in_prompt=jnp.asarray(_prompt_table(samplings, vocab_size, prompts)) if penalised else None,
-        sampled=any(s.temperature > 0 for s in samplings),
-        filtered=any(s.temperature > 0 and s.filtered for s in samplings),
+        sampled=whole or any(s.temperature > 0 for s in samplings),
+        filtered=whole or any(s.temperature > 0 and s.filtered for s in samplings),
         penalised=penalised,
         biased=biased,
     )

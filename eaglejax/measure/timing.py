@@ -12,7 +12,7 @@ import jax.monitoring
 from eaglejax.api import stream
 from eaglejax.errors import EaglejaxError
 from eaglejax.models.target import Target
-from eaglejax.speculate.generate import Generation
+from eaglejax.speculate.books import Generation
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _TRIES = 3

@@ -10,13 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.devices import Attention, current
-from eaglejax.drafts.base import Proposer, Request
+from eaglejax.drafts.autoregressive import Autoregressive
+from eaglejax.drafts.base import Bound, Proposer, Request
 from eaglejax.drafts.limits import MOST_PREDICTED
-from eaglejax.errors import RequestError
+from eaglejax.drafts.registry import check_basis_of
+from eaglejax.errors import ConfigError, RequestError
 from eaglejax.kv_format import KVFormat
 from eaglejax.models import memory
 from eaglejax.models.target import Target
 from eaglejax.sampling import Sampling
+
+
+def bound_for(target: Target, proposer: Proposer | Bound | None) -> Bound:
+    """``proposer`` with its weights, as a user gives it: None is plain decoding.
+
+    Raises ConfigError for what is no proposer, MismatchError for a draft in another basis than the target's.
+    """
+    proposer = Autoregressive() if proposer is None else proposer
+    bound = proposer if isinstance(proposer, Bound) else Bound(proposer)
+    if not isinstance(bound.proposer, Proposer):
+        raise ConfigError(
+            f"proposer is {bound.proposer!r}; give an object such as NGram(length=7), what load_draft "
+            "returned, or None for plain decoding"
+        )
+    check_basis_of(bound, target)
+    return bound
 
 
 def check_request(request: Request, context: int, vocab_size: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.registry import family_of
 from eaglejax.models.target import Target
-from eaglejax.speculate.generate import Generation
+from eaglejax.speculate.books import Generation
 
 LEAST_ROUNDS, DOUBT = 32, 0.02
 """Rounds below which nothing is said, and how probable so few right drafts may be by chance."""

@@ -43,10 +43,18 @@ def _keep(state: DecodeState, tokens: jax.Array, count: jax.Array) -> tuple[jax.
     return kept, ended
 
 
-def _token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """log p of ``tokens`` [B, M] under ``logits`` [B, M, V], before any transform."""
+def _told(program: Program, logits: jax.Array, tokens: jax.Array) -> dict[str, Any]:
+    """``logprobs`` and ``likeliest`` of a Record: of ``tokens`` [B, M] under ``logits`` [B, M, V], before any
+    transform."""
+    if not program.logprobs:
+        return {"logprobs": None, "likeliest": None}
+    total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[:, :, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    best = None
+    if program.top_logprobs:
+        values, ids = jax.lax.top_k(logits, min(program.top_logprobs, logits.shape[-1]))
+        best = (ids, values - total[:, :, None])
+    return {"logprobs": chosen - total, "likeliest": best}
 
 
 def _tap_fields(where: str, of: Any, *fields: str) -> None:
@@ -119,7 +127,7 @@ def prefill_chunk(
         width=jnp.ones_like(kept),
         rested=jnp.ones_like(finite),
         finite=finite,
-        logprobs=_token_logprobs(logits, first[:, None]) if program.logprobs else None,
+        **_told(program, logits, first[:, None]),
     )
     _tap_fields("verify", record, "tokens", "count")
     state = dataclasses.replace(
@@ -333,7 +341,7 @@ def _verify(
         width=jnp.full_like(kept, draft.tokens.shape[1]),
         rested=jnp.zeros_like(finite),
         finite=finite,
-        logprobs=_token_logprobs(at_path(logits), tokens) if program.logprobs else None,
+        **_told(program, at_path(logits) if program.logprobs else logits, tokens),
     )
     _tap_fields("verify", record, "tokens", "count")
     newest = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]

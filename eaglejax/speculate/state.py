@@ -33,7 +33,8 @@ class Program:
     ``method``: "token" or "block" verification; see ``verify``. ``attention``: how attention is computed, the
     target's and the draft's (None: as the device's adapter chooses). ``widths``: numbers of nodes that a
     round may judge, root included (empty: all that are drafted); ``policy`` chooses among them. A round of
-    width 1, where the menu has it, does not draft: see ``widths``.
+    width 1, where the menu has it, does not draft: see ``widths``. ``top_logprobs``: with ``logprobs``, how
+    many of the likeliest tokens are told of at each place.
     """
 
     config: ModelConfig
@@ -43,6 +44,7 @@ class Program:
     attention: Attention | None = None
     widths: tuple[int, ...] = ()
     policy: WidthPolicy = dataclasses.field(default_factory=Widest)
+    top_logprobs: int = 0
 
     @property
     def menu(self) -> tuple[int, ...]:
@@ -112,7 +114,8 @@ class Record:
     proposed node; ``width`` [B]: nodes judged, root included, and ``rested`` [B] bool: that nothing was
     drafted, both the same for all rows; ``finite`` [B] bool: no
     token was lost to logits that are not finite, which end the row; ``logprobs`` [B, D+1] f32 or None:
-    log-probability of each token under the target before any sampling transform.
+    log-probability of each token under the target before any sampling transform. ``likeliest``: ids and
+    log-probabilities [B, D+1, K] of the likeliest tokens at each place, in that order; None where K is 0.
     """
 
     tokens: jax.Array
@@ -124,6 +127,7 @@ class Record:
     rested: jax.Array
     finite: jax.Array
     logprobs: jax.Array | None
+    likeliest: tuple[jax.Array, jax.Array] | None
 
 
 def init_state(

@@ -12,8 +12,8 @@ from eaglejax.drafts.base import Bound
 from eaglejax.drafts.ngram import NGram
 from eaglejax.drafts.registry import families
 from eaglejax.models.target import Target
+from eaglejax.speculate.books import Generation
 from eaglejax.speculate.chance import watch
-from eaglejax.speculate.generate import Generation
 from eaglejax.speculate.metrics import Stats
 
 TARGET = Target(config=None, params={}, dtype=None, context=8, source=SimpleNamespace(spec="some model"))
