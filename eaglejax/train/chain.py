@@ -17,6 +17,7 @@ from eaglejax.train.batch import Batch, row_mask, shift
 from eaglejax.train.losses import (
     Teacher,
     acceptance,
+    dpace_weights,
     fused_cross_entropy,
     masked_loss,
     smooth_l1,
@@ -60,11 +61,17 @@ def chain_loss(
     total = jnp.zeros((), jnp.float32)
     starts = alive = row_mask(batch, 0)
     parts: list[dict[str, jax.Array]] = []
+    entropies, masks = [], []
     for k, (state, weight) in enumerate(zip(states, objective.weights, strict=True)):
         mask = _mask(objective, batch, known, k)
-        value, guess, kept = _step_loss(params, logits, objective, everything, batch, state, mask, k)
-        summed = value if balance is None else value + objective.balance_weight * balance(k, mask)
-        total = total + weight * summed / jnp.maximum(rows[k], 1.0)
+        value, guess, kept, entropy = _step_loss(params, logits, objective, everything, batch, state, mask, k)
+        even = 0.0 if balance is None else objective.balance_weight * balance(k, mask)
+        if objective.position_weights == "dpace":
+            entropies.append(entropy)
+            masks.append(mask)
+            total = total + weight * even / jnp.maximum(rows[k], 1.0)
+        else:
+            total = total + weight * (value + even) / jnp.maximum(rows[k], 1.0)
         judged = row_mask(batch, k)
         guess = guess if head.ids is None else jnp.take(head.ids, guess)
         right = judged & (guess == shift(best, 1 + k))
@@ -79,6 +86,10 @@ def chain_loss(
                 "accept": jnp.sum(jnp.where(judged, kept, 0.0)),
             }
         )
+    if entropies:
+        trained, each = jnp.stack(masks), jnp.stack(entropies)
+        weighed = dpace_weights(each, trained, objective.dpace_alpha) * jnp.where(trained, each, 0.0)
+        total = total + jnp.sum(jnp.sum(weighed, axis=(1, 2)) / jnp.maximum(rows, 1.0))
     stacked = {name: jnp.stack([p[name] for p in parts]) for name in parts[0]}
     metrics = Metrics(chains=_sum(starts), **stacked)
     return total, jax.lax.stop_gradient(metrics)
@@ -135,11 +146,12 @@ def _step_loss(
     state: jax.Array,
     mask: jax.Array,
     step: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """(summed loss of one step, the draft's likeliest token [B, T] int32 as an index into its vocabulary, the
-    chance that its sampled draft is kept [B, T])."""
+    chance that its sampled draft is kept [B, T], with "hard_ce" the loss of each row [B, T])."""
 
-    def score(params: Any, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def score(params: Any, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        each = None
         logits = logits_of(params, state, step)
         teach = _shifted(everything, 1 + step)
         if objective.loss == "soft_ce":
@@ -148,8 +160,8 @@ def _step_loss(
         elif objective.loss == "hard_ce":
             log_q = jax.nn.log_softmax(logits, axis=-1)
             label = shift(batch.tokens, 2 + step)[..., None]
-            picked = jnp.take_along_axis(log_q, label, axis=-1)[..., 0]
-            value = -jnp.sum(jnp.where(mask, picked, 0.0))
+            each = -jnp.take_along_axis(log_q, label, axis=-1)[..., 0]
+            value = jnp.sum(jnp.where(mask, each, 0.0))
             figures = [jnp.argmax(log_q, axis=-1), acceptance(teach, log_q)]
         else:
             log_q = jax.nn.log_softmax(logits, axis=-1)
@@ -164,7 +176,7 @@ def _step_loss(
             figures = [jnp.argmax(log_q, axis=-1), acceptance(teach, log_q)]
         guess, kept = map(jax.lax.stop_gradient, figures)
         if not objective.regresses:
-            return value, guess, kept
+            return value, guess, kept, each
         assert batch.hidden is not None
         value *= objective.token_weight
         distance = smooth_l1(state, shift(batch.hidden, 1 + step))
@@ -174,7 +186,7 @@ def _step_loss(
             log_p, at = jax.lax.top_k(teach.log_p, min(objective.top_tokens, teach.log_p.shape[-1]))
             likeliest = -jnp.sum(jnp.exp(log_p) * jnp.take_along_axis(log_q, at, axis=-1), axis=-1)
             value += objective.top_weight * jnp.sum(jnp.where(mask, likeliest, 0.0))
-        return value, guess, kept
+        return value, guess, kept, each
 
     with jax.named_scope(f"loss_{step}"):
         # Logits over the vocabulary are the largest arrays of an update. Where they are too large to be kept

@@ -105,6 +105,20 @@ def masked_loss(
     return value * jnp.sum(mask, dtype=jnp.float32)
 
 
+def dpace_weights(entropy: jax.Array, mask: jax.Array, alpha: float) -> jax.Array:
+    """D-PACE's weights [K, ...] f32 of a block's K guesses, by how far along it drafts are likely to get.
+
+    ``entropy`` [K, ...]: -log q of the text's own tokens; ``mask`` [K, ...] bool: trained guesses. With
+    c_k = (1 - alpha) q_k + alpha, guess k weighs sum_{j >= k} prod_{i <= j} c_i: how likely a draft reaches
+    it, times what is to be had from there on. Guesses out of ``mask`` weigh 0 and change no other's weight.
+    No gradient passes.
+    """
+    confidence = jnp.where(mask, (1.0 - alpha) * jnp.exp(-entropy) + alpha, 1.0)
+    reached = jnp.where(mask, jnp.cumprod(confidence, axis=0), 0.0)
+    ahead = jnp.flip(jnp.cumsum(jnp.flip(reached, 0), axis=0), 0)
+    return jax.lax.stop_gradient(jnp.where(mask, ahead, 0.0))
+
+
 def smooth_l1(predicted: jax.Array, true: jax.Array) -> jax.Array:
     """Huber loss with beta 1 (Girshick 2015), averaged over the last axis; [...] f32."""
     d = jnp.abs(predicted.astype(jnp.float32) - true.astype(jnp.float32))

@@ -27,10 +27,12 @@ class Objective:
     """Which loss.
 
     ``steps``: K, chain steps unrolled (1 for EAGLE-1), or heads (Medusa). ``step_decay``: step k weighs
-    ``step_decay ** k`` unless ``step_weights`` names the weights. ``loss``: distance between the
-    distributions. ``kl_scale``, ``kl_decay``: of "lk_lambda". ``alignment``: see ``batch.row_mask``.
-    ``normaliser``: "tokens" divides each step's sum by the number of its trained rows in the whole update;
-    "positions" divides by all B * T positions, padding and prompts included (SpecForge).
+    ``step_decay ** k`` unless ``step_weights`` names the weights, or ``position_weights`` is "dpace": then
+    each row's confidence in "hard_ce" tokens, smoothed by ``dpace_alpha``, weighs its steps (see
+    ``losses.dpace_weights``). ``loss``: distance between the distributions. ``kl_scale``, ``kl_decay``: of
+    "lk_lambda". ``alignment``: see ``batch.row_mask``. ``normaliser``: "tokens" divides each step's sum by
+    the number of its trained rows in the whole update; "positions" divides by all B * T positions, padding
+    and prompts included (SpecForge).
     ``out_of_vocabulary``: what happens to rows whose
     likeliest target token the draft does not know: "drop" them from the loss, or "keep" them (renormalised).
     ``noise``: half-width of the uniform noise added to the features. ``feature_weight``, ``token_weight``: of
@@ -42,6 +44,8 @@ class Objective:
     steps: int = 5
     step_decay: float = 0.8
     step_weights: tuple[float, ...] = ()
+    position_weights: Literal["steps", "dpace"] = "steps"
+    dpace_alpha: float = 0.5
     loss: Loss = "soft_ce"
     kl_scale: float = 1.0
     kl_decay: float = 1.0
@@ -61,6 +65,7 @@ class Objective:
             ("loss", get_args(Loss)),
             ("alignment", get_args(Alignment)),
             ("normaliser", ("tokens", "positions")),
+            ("position_weights", ("steps", "dpace")),
             ("out_of_vocabulary", ("drop", "keep")),
         ):
             if getattr(self, name) not in known:
@@ -79,11 +84,25 @@ class Objective:
             raise ConfigError("objective.step_decay has no effect beside objective.step_weights; give one")
         if self.step_weights and len(self.step_weights) != self.steps:
             raise ConfigError(f"{len(self.step_weights)} step_weights for {self.steps} steps; give one each")
+        if self.position_weights == "dpace":
+            if self.loss != "hard_ce":
+                raise ConfigError(
+                    "objective.position_weights 'dpace' goes by the confidence in the text's own tokens; it "
+                    "needs objective.loss 'hard_ce'"
+                )
+            if self.step_weights or self.step_decay not in (1.0, Objective.step_decay):
+                raise ConfigError(
+                    "objective.position_weights 'dpace' weighs the steps itself; leave out step_weights and "
+                    "step_decay"
+                )
+            if not 0 < self.dpace_alpha <= 1:
+                raise ConfigError(f"objective.dpace_alpha is {self.dpace_alpha}; it lies in (0, 1]")
         if any(w < 0 for w in self.weights) or not any(self.weights):
             raise ConfigError(f"step weights {list(self.weights)} must not be negative, nor all zero")
         for names, used, where in (
             (("loss",), not self.regresses, "algorithm = 'eagle3', 'peagle', 'mtp', 'dflash' or 'medusa'"),
             (("kl_scale", "kl_decay"), self.loss == "lk_lambda", "loss = 'lk_lambda'"),
+            (("dpace_alpha",), self.position_weights == "dpace", "position_weights = 'dpace'"),
             (("feature_weight", "token_weight"), self.regresses, "algorithm = 'eagle1' or 'hass'"),
             (("top_weight", "top_tokens"), self.algorithm == "hass", "algorithm = 'hass'"),
         ):
@@ -105,6 +124,8 @@ class Objective:
     @property
     def weights(self) -> tuple[float, ...]:
         """Weight of each step."""
+        if self.position_weights == "dpace":
+            return (1.0,) * self.steps
         return self.step_weights or tuple(self.step_decay**k for k in range(self.steps))
 
     @property

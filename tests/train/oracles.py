@@ -78,3 +78,22 @@ def eagle1(true_features, features, head, loss_mask, token_weight=0.1):
     ce = -(p * log_softmax(features.astype(np.float64) @ head)).sum(-1)
     rows = loss_mask.sum()
     return (smooth * loss_mask).sum() / rows + token_weight * (ce * loss_mask).sum() / rows
+
+
+def dpace(draft_logits, labels, masks, alpha):
+    """(loss, weights [K, B, T]): draft_logits [K, B, T, V], labels, masks [K, B, T]. Row by row: how likely
+    the draft's own smoothed confidence carries it to a guess, summed over the guesses from there on."""
+    steps, batch, length = labels.shape
+    weights, entropy = np.zeros(labels.shape), np.zeros(labels.shape)
+    for b in range(batch):
+        for t in range(length):
+            kept, reached = 1.0, []
+            for k in range(steps):
+                entropy[k, b, t] = -log_softmax(draft_logits[k, b, t].astype(np.float64))[labels[k, b, t]]
+                if masks[k, b, t]:
+                    kept *= (1 - alpha) * np.exp(-entropy[k, b, t]) + alpha
+                reached.append(kept if masks[k, b, t] else 0.0)
+            for k in range(steps):
+                weights[k, b, t] = sum(reached[k:]) * masks[k, b, t]
+    counts = np.maximum(masks.sum((1, 2)), 1)
+    return ((weights * entropy).sum((1, 2)) / counts).sum(), weights

@@ -17,8 +17,9 @@ from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.errors import ConfigError
 from eaglejax.train import chain as module
 from eaglejax.train.batch import Batch, row_mask, shift
-from eaglejax.train.chain import trained_rows
+from eaglejax.train.chain import chain_loss, trained_rows
 from eaglejax.train.eagle.objective import objective_loss
+from eaglejax.train.losses import dpace_weights
 from eaglejax.train.objectives import Head, Objective
 
 MEMBER = np.zeros(VOCAB, bool)
@@ -147,6 +148,40 @@ def test_eagle1_is_the_official_loss():
     mask = np.asarray(row_mask(batch, 0)).astype(float)
     wanted = oracles.eagle1(np.asarray(batch.hidden), np.asarray(state), TARGET_HEAD, mask)
     assert abs(float(loss) - wanted) < 1e-6 * abs(wanted)
+
+
+def test_dpace_weighs_guesses_by_how_far_a_draft_gets():
+    """By its formula, with weights that no gradient passes; three guesses of confidence 1, 1/2, 1/4 by
+    hand."""
+    hand = dpace_weights(-jnp.log(jnp.asarray([1.0, 0.5, 0.25])), jnp.ones(3, bool), 0.5)
+    np.testing.assert_allclose(hand, [1 + 0.75 + 0.46875, 0.75 + 0.46875, 0.46875], rtol=1e-6)
+    gap = dpace_weights(-jnp.log(jnp.asarray([1.0, 0.5, 0.25])), jnp.asarray([True, False, True]), 0.5)
+    np.testing.assert_allclose(gap, [1 + 0.625, 0, 0.625], rtol=1e-6)
+
+    objective = Objective(
+        algorithm="dflash", steps=STEPS, loss="hard_ce", position_weights="dpace", dpace_alpha=0.3
+    )
+    head, batch = Head(jnp.asarray(TARGET_HEAD)), packed(9, 7, capacity=20)
+    states = jnp.asarray(RNG.normal(size=(STEPS, 1, 20, VOCAB)) * 3, jnp.float32)
+    rows = trained_rows(objective, head, batch)
+
+    @jax.jit
+    def loss(states):
+        return chain_loss(objective, head, batch, rows, None, list(states), lambda _, s, k: s)
+
+    (found, metrics), grad = jax.value_and_grad(loss, has_aux=True)(states)
+    labels = np.stack([shift(batch.tokens, 2 + k) for k in range(STEPS)])
+    masks = np.stack([row_mask(batch, k) for k in range(STEPS)])
+    want, weights = oracles.dpace(np.asarray(states), labels, masks, 0.3)
+    assert masks.sum() > 10
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    q = np.exp(oracles.log_softmax(np.asarray(states, np.float64)))
+    q[np.arange(STEPS)[:, None], 0, np.arange(20)[None], labels[:, 0]] -= 1
+    counts = np.maximum(masks.sum((1, 2)), 1)[:, None, None, None]
+    np.testing.assert_allclose(grad, weights[..., None] * q / counts, rtol=1e-4, atol=1e-6)
+    plain = dataclasses.replace(objective, position_weights="steps", dpace_alpha=0.5)
+    other = chain_loss(plain, head, batch, rows, None, list(states), lambda _, s, k: s)[1]
+    np.testing.assert_array_equal(metrics.loss, other.loss)
 
 
 def test_hass_feeds_states_back_without_their_gradient_and_adds_the_top_tokens():

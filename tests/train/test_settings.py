@@ -113,6 +113,16 @@ def test_a_file_is_read_with_overrides_and_written_back_equal(tmp_path):
         ("objective={steps=1, step_weights=[1.0], step_decay=0.9}", "no effect beside"),
         ("optimizer.final=1.5", r"optimizer\.final is 1\.5"),
         ("objective={loss='lk_lambda', kl_decay=-1.0}", r"objective\.kl_decay is -1\.0; it must not be"),
+        ("objective={position_weights='dpace'}", r"needs objective\.loss 'hard_ce'"),
+        (
+            "objective={position_weights='dpace', loss='hard_ce', step_decay=0.9}",
+            "leave out step_weights and step_decay",
+        ),
+        (
+            "objective={position_weights='dpace', loss='hard_ce', dpace_alpha=0.0}",
+            r"dpace_alpha is 0\.0; it lies in",
+        ),
+        ("objective={dpace_alpha=0.3}", "dpace_alpha has an effect with position_weights"),
         ("objective={algorithm='hass', top_weight=-1.0}", r"objective\.top_weight is -1\.0"),
         ("objective={algorithm='eagle1', steps=1, feature_weight=0, token_weight=0}", "nothing is trained"),
         ("objective.steps=2147483648", r"objective\.steps is 2147483648; at least one step and at most 64"),

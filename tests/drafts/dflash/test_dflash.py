@@ -3,7 +3,6 @@ name, rotated targets, and a text that was learnt is accepted block by block."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from eagle_loop import make_target, target_config
+from overfit import learnt
 
 import eaglejax as ej
 from eaglejax import pytree, sampling
@@ -30,11 +30,7 @@ from eaglejax.measure.quality import Features, Texts
 from eaglejax.models.config import LayerSpec
 from eaglejax.rotation.rotate import Rotation, rotate_target
 from eaglejax.sampling import Sampling
-from eaglejax.train.features import with_features
-from eaglejax.train.objectives import Head, Objective
-from eaglejax.train.packing import assemble
-from eaglejax.train.registry import training_by
-from eaglejax.train.samples import Sample
+from eaglejax.train.objectives import Objective
 from eaglejax.train.settings import DraftSettings, RunSettings, TrainSettings
 
 TARGET = make_target(target_config(layers=(LayerSpec(window=7), LayerSpec())), seed=6)
@@ -260,50 +256,18 @@ def test_drafts_for_a_rotated_target(tmp_path):
 
 
 def test_a_draft_that_learnt_a_text_is_accepted_whole_on_it(tmp_path):
-    """From the trainer's loss to decoding, through a file: every block of the text it saw (A73)."""
-    objective = Objective(algorithm="dflash", steps=3, loss="hard_ce", step_decay=1.0)
-    family = training_by(objective)
+    """From the trainer's loss, weighed by D-PACE, to decoding, through a file: every block of the text it saw
+    (A73)."""
+    objective = Objective(algorithm="dflash", steps=3, loss="hard_ce", position_weights="dpace")
     settings = TrainSettings(
         out="x",
         objective=objective,
         draft=DraftSettings(start="random", aux=(0, 2), num_layers=1),
         run=RunSettings(compute_dtype="float32"),
     )
-    prompt = [3, 1, 4, 1, 5]
-    text = ej.generate(TARGET, prompt, max_new_tokens=30, ignore_eos=True).token_ids
-    ids = np.asarray([*prompt, *text], np.int32)
-    config = family.planned(settings, TARGET)
-    made = family.prepare(config, settings, TARGET, [], None, lambda key, make: make())
-    head = Head(TARGET.params["head"])
-    batch = with_features(TARGET, assemble([Sample(ids, np.arange(len(ids)) >= 5, "t")], len(ids)), (0, 2))
-
-    def loss(weights):
-        rows = family.trained_rows(objective, head, batch)
-        return family.loss(
-            weights, config, objective, made.frozen, head, batch, rows, compute_dtype=jnp.float32
-        )
-
-    @jax.jit
-    def learn(weights):
-        def one(n, carry):
-            weights, m, v = carry
-            grads = jax.grad(lambda w: loss(w)[0])(weights)
-            m = jax.tree.map(lambda a, g: 0.9 * a + 0.1 * g, m, grads)
-            v = jax.tree.map(lambda a, g: 0.98 * a + 0.02 * g * g, v, grads)
-            scale = 4e-3 * jnp.sqrt(1 - 0.98 ** (n + 1)) / (1 - 0.9 ** (n + 1))
-            weights = jax.tree.map(lambda w, a, b: w - scale * a / (jnp.sqrt(b) + 1e-8), weights, m, v)
-            return weights, m, v
-
-        zero = jax.tree.map(jnp.zeros_like, weights)
-        weights = jax.lax.fori_loop(0, 400, one, (weights, zero, zero))[0]
-        return weights, loss(weights)[1]
-
-    weights, metrics = learn(made.weights)
-    np.testing.assert_array_equal(metrics.hits, metrics.judged)
-    family.write(tmp_path / "it", config, made.complete(weights), None, dtype=jnp.float32)
-    bound = ej.load_draft(tmp_path / "it", TARGET)
-    assert dataclasses.replace(bound.proposer.config, aux=config.aux) == config
-    out = ej.generate(TARGET, prompt, proposer=bound, max_new_tokens=30, ignore_eos=True)
+    bound, prompt, text = learnt(TARGET, settings, tmp_path / "it")
+    assert (bound.proposer.config.block, bound.proposer.config.mask_vector) == (4, True)
+    out = ej.generate(TARGET, prompt, proposer=bound, max_new_tokens=len(text), ignore_eos=True)
     assert out.token_ids == text
     # The prompt's forward gave the first token; every round the whole block and one more.
-    assert out.stats.num_drafts == -(-29 // 4)
+    assert out.stats.num_drafts == -(-(len(text) - 1) // 4)
