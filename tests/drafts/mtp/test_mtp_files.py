@@ -80,7 +80,16 @@ def test_every_layout_is_the_same_draft_beside_the_target_and_within(layout, mod
     assert found.params.head is target.params["head"]
 
 
-@pytest.mark.parametrize(("name", "layout"), [("deepseek_v3", "deepseek"), ("qwen3_next", "qwen")])
+KINDS = {
+    "deepseek_v3": "deepseek",
+    "glm4_moe": "deepseek",
+    "qwen3_next": "qwen",
+    "qwen3_5": "qwen",
+    "qwen3_5_moe": "qwen",
+}
+
+
+@pytest.mark.parametrize(("name", "layout"), KINDS.items())
 def test_the_layer_is_of_the_targets_own_kind(name, layout, tmp_path):
     """Latent attention with experts, or gates and a shared expert, by their published names: as a module the
     layer is what it is in the model, which is read without the module."""
