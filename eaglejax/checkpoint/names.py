@@ -145,6 +145,17 @@ def _ernie(config: ModelConfig) -> list[Rule]:
     return [*_ENDS, *_interleaved(config), *_ATTENDED, *_DENSE, *_PRE_NORM]
 
 
+def _ernie_moe(config: ModelConfig) -> list[Rule]:
+    correction = _MLP + "moe_statics.e_score_correction_bias"
+    return [
+        *_ernie(config),
+        *_QWEN,
+        *_shared("shared_experts"),
+        # Kept as [1, E], for one group.
+        Rule(_LAYER + "correction", correction, Layout(depthwise=True)),
+    ]
+
+
 def _glm4(config: ModelConfig) -> list[Rule]:
     return [*_ENDS, *_interleaved(config), *_ATTENDED, *_fused_mlp(config), *_GLM_NORMS]
 
@@ -198,6 +209,25 @@ def _latent(config: ModelConfig) -> list[Rule]:
         *_DENSE,
         *_PRE_NORM,
         *_SIGMOID,
+        *_indexed(config, mixer),
+    ]
+
+
+def _indexed(config: ModelConfig, mixer: LatentAttention) -> list[Rule]:
+    """The indexer's; of GLM-5 its pairs lie side by side too."""
+    if mixer.indexer is None:
+        return []
+    matrix, vector = TRANSPOSE, COPY
+    if config.family == "glm_moe_dsa":
+        matrix = _pairs(mixer.indexer.head_dim, 0, mixer.rope_dim)
+        vector = _bias_pairs(matrix)
+    at = _ATTENTION + "indexer."
+    return [
+        Rule(_LAYER + "index_q", at + "wq_b.weight", matrix),
+        Rule(_LAYER + "index_k", at + "wk.weight", matrix),
+        Rule(_LAYER + "index_k_norm", at + "k_norm.weight", vector),
+        Rule(_LAYER + "index_k_bias", at + "k_norm.bias", vector),
+        Rule(_LAYER + "index_weights", at + "weights_proj.weight", TRANSPOSE),
     ]
 
 
@@ -245,8 +275,22 @@ def _qwen3_5(config: ModelConfig) -> list[Rule]:
     return [*_hybrid(config), *(Rule(_LAYER + x, f"{_STATE}in_proj_{x}.weight", TRANSPOSE) for x in apart)]
 
 
+_HUNYUAN = [
+    *(rule for rule in _LLAMA if not rule.leaf.endswith(("q_norm", "k_norm"))),
+    Rule(_LAYER + "q_norm", _ATTENTION + "query_layernorm.weight", COPY),
+    Rule(_LAYER + "k_norm", _ATTENTION + "key_layernorm.weight", COPY),
+]
+
 _OF_FAMILY = {
     "llama": _LLAMA,
+    "mimo": _LLAMA,
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": [
+        *_HUNYUAN,
+        *_QWEN[1:],
+        Rule(_LAYER + "router", _MLP + "gate.wg.weight", TRANSPOSE),
+        *_shared("shared_mlp"),
+    ],
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
@@ -262,13 +306,15 @@ _OF_FAMILY = {
     "qwen3_moe": [*_LLAMA, *_QWEN],
     "glm4_moe": [*_LLAMA, *_SIGMOID],
 }
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 _OF_SHAPE = {
     "phi3": _phi3,
     "ernie4_5": _ernie,
+    "ernie4_5_moe": _ernie_moe,
     "glm4": _glm4,
     "minimax_m2": _minimax,
     "gpt_oss": _gpt_oss,
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _latent),
+    **dict.fromkeys(_LATENT, _latent),
     "qwen3_next": _qwen3_next,
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _qwen3_5),
 }
@@ -294,7 +340,7 @@ _TOWERS = {
 }
 """The other towers of checkpoints whose language model is read."""
 
-_DRAFTING_LAYERS = ("deepseek_v3", "kimi_k2", "glm4_moe")
+_DRAFTING_LAYERS = (*_LATENT, "glm4_moe")
 """Families that keep draft layers (multi-token prediction) behind their own."""
 
 

@@ -21,6 +21,7 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("scale_depth", "dim_model_base", "clip_qkv", "attention_chunk_size"), (0,)),
     **dict.fromkeys(("qk_layernorm", "use_qk_norm", "attn_output_gate", "alibi", "mup_enabled"), (False,)),
     **dict.fromkeys(("use_parallel_residual", "parallel_attn", "parallel_residual"), (False,)),
+    **dict.fromkeys(("index_topk", "moe_topk", "moe_k"), (0,)),
     **dict.fromkeys(("attn_temperature_tuning", "no_rope_layer_interval", "llama_4_scaling_beta"), (0,)),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size"), (0,)),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "routed_scaling_factor"), (1,)),

@@ -113,17 +113,27 @@ def _olmo_fields(read: ConfigReader) -> dict[str, Any]:
     return {"qk_norm": True, "qk_norm_whole": True, "sandwich_norms": True, "pre_norm": False}
 
 
+HUNYUAN = Family(
+    {"attention_bias": False, "rms_norm_eps": 1e-5},
+    fields=lambda read: {"qk_norm": True, "qk_norm_last": True},
+    fixed_rope=True,
+)
+"""Hunyuan: queries and keys are normalised behind RoPE."""
+
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+
+_QWEN2 = Family(
+    {**_QWEN_WINDOW, "max_window_layers": 28},
+    window_from_layer,
+    # Its class has a bias on q, k and v whatever its config says, and none on o.
+    lambda read: {"qkv_bias": True, "o_bias": False},
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family({"attention_bias": False, "mlp_bias": False}),
     "mistral": Family({"sliding_window": 4096}, one_window),
-    # Its class has a bias on q, k and v whatever its config says, and none on o.
-    "qwen2": Family(
-        {**_QWEN_WINDOW, "max_window_layers": 28},
-        window_from_layer,
-        lambda read: {"qkv_bias": True, "o_bias": False},
-    ),
+    "qwen2": _QWEN2,
+    "mimo": _QWEN2,
     "qwen3": Family(
         {**_QWEN_WINDOW, "max_window_layers": 28, "attention_bias": False, "head_dim": 128},
         window_from_layer,
@@ -206,6 +216,7 @@ FAMILIES: dict[str, Family] = {
         },
         fields=lambda read: dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), read.flag("use_bias")),
     ),
+    "hunyuan_v1_dense": HUNYUAN,
     "glm4": Family(
         {"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7},
         fields=lambda read: {"o_bias": False, "sandwich_norms": True},

@@ -107,6 +107,7 @@ def from_hf(config: Mapping[str, Any], *, context: int | None = None) -> ModelCo
             layer_type=family.rope_section,
             default_theta=read.defaults.get("rope_theta", 10000.0),
             context=context,
+            fixed=family.fixed_rope,
         ),
         "query_scale": (read.number("query_pre_attn_scalar", head_dim) or head_dim) ** -0.5,
         "norm_eps": read.fraction("rms_norm_eps", 1e-6),

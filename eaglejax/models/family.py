@@ -25,8 +25,11 @@ Layers = Callable[[ConfigReader, int, int | None], tuple[LayerSpec, ...]]
 """(reader, number of layers, context) -> one LayerSpec a layer, or () where layers are alike."""
 
 
-def no_layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
-    """Layers that are all alike; a config that says otherwise is refused."""
+def no_layers(
+    read: ConfigReader, count: int, context: int | None, kind: str = "full_attention"
+) -> tuple[LayerSpec, ...]:
+    """Layers that are all alike, of the ``kind`` that ``layer_types`` may call them; a config that says
+    otherwise is refused."""
     del context
     types, window = read.kinds(count), read.given("sliding_window")
     if window is not None and read.integer("sliding_window") < read.integer("max_position_embeddings"):
@@ -34,7 +37,7 @@ def no_layers(read: ConfigReader, count: int, context: int | None) -> tuple[Laye
             f"sliding_window is {window}, which {read.family} models do not have; remove the key, or name "
             "the model_type that has it"
         )
-    _no_kinds(read, types)
+    _no_kinds(read, types, kind)
     return ()
 
 
@@ -44,7 +47,8 @@ class Family:
 
     ``defaults``: keys that its configs may leave out, and what is then meant. ``layers``: what layers have of
     their own. ``fields``: further fields of ModelConfig, from the reader. ``activation``: the key that names
-    it. ``rope_section``: where rotary parameters are kept per layer type, the model's own.
+    it. ``rope_section``: where rotary parameters are kept per layer type, the model's own. ``fixed_rope``:
+    its dynamic rotation may be stretched once and for all (see ``nn.rope.from_hf``).
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -52,10 +56,11 @@ class Family:
     fields: Callable[[ConfigReader], dict[str, Any]] = lambda read: {}
     activation: str = "hidden_act"
     rope_section: str | None = None
+    fixed_rope: bool = False
 
 
-def _no_kinds(read: ConfigReader, types: tuple[str, ...] | None) -> None:
-    if types is not None and set(types) != {"full_attention"}:
+def _no_kinds(read: ConfigReader, types: tuple[str, ...] | None, kind: str = "full_attention") -> None:
+    if types is not None and set(types) != {kind}:
         raise ConfigError(
             f"layer_types {sorted(set(types))} do not go with a {read.family} config without a window"
         )

@@ -12,6 +12,7 @@ from eaglejax.models.config_reader import ConfigReader
 from eaglejax.models.family import Family, Layers, experts, no_layers
 from eaglejax.models.mixtures import behind_dense, sigmoid_mixture
 from eaglejax.nn import rope as rope_lib
+from eaglejax.nn.indexer import Indexer
 from eaglejax.nn.latent import LatentAttention
 from eaglejax.nn.moe import MoeConfig
 
@@ -44,6 +45,27 @@ def latent_attention(read: ConfigReader, context: int | None) -> LatentAttention
         query_rank=None if read.given("q_lora_rank") is None else read.integer("q_lora_rank"),
         norm_eps=_INNER_EPS,
         bias=read.flag("attention_bias"),
+        indexer=_indexer(read, rotary) if "index_topk" in read.defaults else None,
+    )
+
+
+def _indexer(read: ConfigReader, rotary: int) -> Indexer:
+    types, count = read.get("indexer_types"), read.count("num_hidden_layers")
+    if types is not None and (not isinstance(types, list | tuple) or [*types] != ["full"] * count):
+        raise ConfigError(
+            f"indexer_types is {types!r:.80}; layers that share the choice of another are not known, each "
+            f"of the {count} must be 'full'"
+        )
+    if read.integer("index_topk_freq") != 1 or read.get("index_topk_pattern") not in (None, "F" * count):
+        raise ConfigError(
+            "index_topk_freq and index_topk_pattern: layers that share the choice of another "
+            "are not known; each must have its own"
+        )
+    return Indexer(
+        heads=read.integer("index_n_heads"),
+        head_dim=read.integer("index_head_dim"),
+        top_k=read.integer("index_topk"),
+        rope_dim=rotary,
     )
 
 
@@ -77,9 +99,9 @@ def _softmax_mixture(read: ConfigReader) -> MoeConfig:
     )
 
 
-def _layers(mixture: Callable[[ConfigReader], MoeConfig]) -> Layers:
+def _layers(mixture: Callable[[ConfigReader], MoeConfig], kind: str = "full_attention") -> Layers:
     def layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
-        no_layers(read, count, context)
+        no_layers(read, count, context, kind)
         mixer, moe = latent_attention(read, context), mixture(read)
         return tuple(
             LayerSpec(mixer=mixer, moe=moe if sparse else None) for sparse in behind_dense(read, count)
@@ -121,6 +143,33 @@ _V3 = Family(
     _fields,
 )
 
+_GLM = {
+    "rms_norm_eps": 1e-5,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "moe_intermediate_size": 1536,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": None,
+}
+
+_DSA = {
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "indexer_types": None,
+    "index_topk_freq": 1,
+    "index_topk_pattern": None,
+    "index_skip_topk_offset": None,
+    "indexer_rope_interleave": None,
+    "mlp_layer_types": None,
+}
+_SPARSE = _layers(sigmoid_mixture, "indexed_attention")
+
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         {
@@ -140,6 +189,23 @@ FAMILIES: dict[str, Family] = {
         _fields,
     ),
     "deepseek_v3": _V3,
+    "glm4_moe_lite": Family({**_V3.defaults, **_GLM}, _layers(sigmoid_mixture), _fields),
     "kimi_k2": _V3,
+    "deepseek_v32": Family({**_V3.defaults, **_DSA}, _SPARSE, _fields),
+    "glm_moe_dsa": Family(
+        {
+            **_V3.defaults,
+            **_GLM,
+            **_DSA,
+            "q_lora_rank": 2048,
+            "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "index_n_heads": 32,
+        },
+        _SPARSE,
+        _fields,
+    ),
 }
 """By ``model_type``."""

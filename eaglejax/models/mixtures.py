@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from eaglejax.errors import ConfigError
+from eaglejax.models import dense
 from eaglejax.models.config import LayerSpec
 from eaglejax.models.config_reader import ConfigReader
+from eaglejax.models.dense import HUNYUAN
 from eaglejax.models.family import (
     Family,
     Layers,
@@ -63,7 +65,17 @@ def sigmoid_mixture(read: ConfigReader) -> MoeConfig:
 
 
 def behind_dense(read: ConfigReader, count: int) -> tuple[bool, ...]:
-    """Which layers are mixtures: all but the first ``first_k_dense_replace``."""
+    """Which layers are mixtures: as ``mlp_layer_types`` says, else all but the first
+    ``first_k_dense_replace``."""
+    types = read.get("mlp_layer_types")
+    if types is not None:
+        if (
+            not isinstance(types, list | tuple)
+            or len(types) != count
+            or not set(types) <= {"dense", "sparse"}
+        ):
+            raise ConfigError(f"mlp_layer_types is {types!r:.80}; it must hold {count} times dense or sparse")
+        return tuple(t == "sparse" for t in types)
     if read.integer("moe_layer_freq", 1) != 1:
         raise ConfigError(f"moe_layer_freq is {read.get('moe_layer_freq')}; only 1 is known to be used")
     first = read.integer("first_k_dense_replace", least=0)
@@ -136,6 +148,56 @@ def _gpt_oss_layers(read: ConfigReader, count: int, context: int | None) -> tupl
     return with_mixture(alternating(2)(read, count, context), moe, (True,) * count)
 
 
+def _of_every_layer(read: ConfigReader, key: str, default: int | None = None) -> int:
+    """A number that a config may give once, or for each layer; layers that differ are not known."""
+    value = read.get(key, default)
+    if isinstance(value, list | tuple) and value and all(v == value[0] for v in value):
+        value = value[0]
+    return ConfigReader(read.family, {key: value}, {}).integer(key)
+
+
+def _hunyuan_layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
+    width = read.integer("intermediate_size")
+    if _of_every_layer(read, "moe_intermediate_size", width) != width:
+        raise ConfigError(
+            f"moe_intermediate_size is {read.get('moe_intermediate_size')!r:.80} beside an intermediate_size "
+            f"of {width}; experts of hunyuan_v1_moe models are as wide as the shared one"
+        )
+    if _of_every_layer(read, "num_shared_expert") != 1 or read.flag("use_cla"):
+        raise ConfigError("a hunyuan_v1_moe model has one shared expert, and shares no keys between layers")
+    moe = MoeConfig(
+        _of_every_layer(read, "num_experts"),
+        _of_every_layer(read, "moe_topk"),
+        width,
+        scores="softmax",
+        normalize=True,
+        shared=width,
+    )
+    return with_mixture(no_layers(read, count, context), moe, (True,) * count)
+
+
+def _ernie_layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
+    """Softmax scores with a correction; mixtures between two layers, every so often."""
+    if read.flag("use_bias"):
+        raise ConfigError("use_bias is set; biases are not known of ernie4_5_moe's experts")
+    if not 0 < (read.number("moe_norm_min") or 0) <= 1e-6:
+        raise ConfigError(f"moe_norm_min is {read.get('moe_norm_min')!r:.80}; known are values up to 1e-6")
+    width, step = read.integer("moe_intermediate_size"), read.integer("moe_layer_interval")
+    moe = MoeConfig(
+        read.count("moe_num_experts"),
+        read.integer("moe_k"),
+        width,
+        scores="softmax",
+        normalize=True,
+        correction=True,
+        shared=width * read.integer("moe_num_shared_experts", least=0),
+    )
+    first, last = (read.integer(f"moe_layer_{end}_index", least=-1) for end in ("start", "end"))
+    last = count - 1 if last == -1 else last
+    sparse = tuple(first <= i <= last and not (i + 1) % step for i in range(count))
+    return with_mixture(no_layers(read, count, context), moe, sparse)
+
+
 _QWEN_MIXTURE = {
     "use_sliding_window": False,
     "sliding_window": 4096,
@@ -191,6 +253,38 @@ FAMILIES: dict[str, Family] = {
         },
         _minimax_layers,
         _minimax_fields,
+    ),
+    "hunyuan_v1_moe": Family(
+        {
+            **HUNYUAN.defaults,
+            "moe_topk": 1,
+            "num_shared_expert": 1,
+            "use_cla": False,
+            "use_qk_norm": True,
+            "norm_topk_prob": True,
+        },
+        _hunyuan_layers,
+        HUNYUAN.fields,
+        fixed_rope=True,
+    ),
+    "ernie4_5_moe": Family(
+        {
+            "use_bias": False,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "moe_k": 6,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 1536,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "moe_norm_min": 1e-12,
+            "moe_capacity": None,
+        },
+        _ernie_layers,
+        dense.FAMILIES["ernie4_5"].fields,
     ),
     "gpt_oss": Family(
         {

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
+from eaglejax.errors import ConfigError
 from eaglejax.kv_format import KVFormat
 from eaglejax.nn import kv_codec
 from eaglejax.nn.attention import attend
 from eaglejax.nn.cache import SLOTS, Placement
+from eaglejax.nn.indexer import Indexed, Indexer
 from eaglejax.nn.kv import join, move, spoil, store
 from eaglejax.nn.kv_codec import Stored
 from eaglejax.nn.linear import linear
@@ -40,12 +42,20 @@ class Latent:
         return self.vectors.shape[2]
 
     def attend(
-        self, q: jax.Array, new: jax.Array, at: Placement, *, values: int, **options: Any
+        self,
+        q: jax.Array,
+        new: jax.Array,
+        at: Placement,
+        *,
+        values: int,
+        spoiled_by: Placement | None = None,
+        **options: Any,
     ) -> tuple[jax.Array, Latent]:
         """Write N new vectors, then attend: ([B, N, Hq, values], the cache with them, uncommitted).
 
         ``q`` [B, N, Hq, r + dr]; ``new`` [B, N, r + dr]. The sum is of the vectors' first ``values`` numbers.
-        Otherwise as ``KV.attend``: what is not finite reaches those alone that see it.
+        Otherwise as ``KV.attend``: what is not finite reaches those alone that see it, by ``spoiled_by``
+        where ``at`` has them see some slots only.
         """
         (vectors,), sound = store((self.vectors,), (new[:, :, None],), at)
         out = attend(
@@ -58,7 +68,7 @@ class Latent:
             slot_positions=at.slot_positions,
             **options,
         )
-        return spoil(out[..., :values], sound, at), Latent(vectors)
+        return spoil(out[..., :values], sound, spoiled_by or at), Latent(vectors)
 
     def commit(self, lengths: jax.Array, path: jax.Array | None, kept: jax.Array) -> Latent:
         """See ``LayerCache``."""
@@ -82,8 +92,9 @@ class LatentAttention:
 
     ``query_rank``: width that queries pass through, normalised (None: they are projected at once). ``scale``
     multiplies scores. ``norm_eps``: of the two norms inside (None: the layer's). ``bias``: the
-    projections from and to the residual stream have one, but for queries that are projected at once. Rotary
-    pairs are (i, i + rope_dim / 2), as everywhere here.
+    projections from and to the residual stream have one, but for queries that are projected at once.
+    ``indexer``: chooses the slots that are attended to, by the narrow queries. Rotary pairs are
+    (i, i + rope_dim / 2), as everywhere here.
     """
 
     heads: int
@@ -96,10 +107,15 @@ class LatentAttention:
     query_rank: int | None = None
     norm_eps: float | None = None
     bias: bool = False
+    indexer: Indexer | None = None
+
+    def __post_init__(self) -> None:
+        if self.indexer is not None and self.query_rank is None:
+            raise ConfigError("an indexer reads narrow queries; this attention projects its queries at once")
 
     def table(self, wide: int, hidden: int, norm: Norm, dtype: Any) -> Weights:
         """q [I, Hq*(dp+dr)], or q_a [I, rq], q_a_norm [rq], q_b [rq, Hq*(dp+dr)]; kv_a [I, r+dr], kv_a_norm
-        [r]; k_b [r, Hq*dp], v_b [r, Hq*dv]; o [Hq*dv, H]; q_a_bias, kv_a_bias, o_bias."""
+        [r]; k_b [r, Hq*dp], v_b [r, Hq*dv]; o [Hq*dv, H]; q_a_bias, kv_a_bias, o_bias; the indexer's."""
         queries = self.heads * (self.plain_dim + self.rope_dim)
         r = self.latent_dim
         table: Weights = {
@@ -116,22 +132,29 @@ class LatentAttention:
             return table | {"q": ArrayInfo((wide, queries), dtype, ("embed", "heads"))}
         if self.bias:
             table["q_a_bias"] = ArrayInfo((self.query_rank,), dtype, (None,), constant(0.0))
+        if self.indexer is not None:
+            table |= self.indexer.table(wide, self.query_rank, dtype)
         return table | {
             "q_a": ArrayInfo((wide, self.query_rank), dtype, ("embed", None)),
             "q_a_norm": norm.table(self.query_rank, dtype),
             "q_b": ArrayInfo((self.query_rank, queries), dtype, (None, "heads")),
         }
 
-    def cache_table(self, batch: int, capacity: int, kv_form: KVFormat) -> Latent:
-        """One vector a token. It serves as key and as value, so it is never kept as a difference."""
+    def cache_table(self, batch: int, capacity: int, kv_form: KVFormat) -> Latent | Indexed:
+        """One vector a token, and the indexer's key. The vector serves as key and as value, so it is never
+        kept as a difference."""
         shape = (batch, 1, capacity, self.latent_dim + self.rope_dim)
-        return Latent(kv_codec.table(kv_form, shape, SLOTS, heads=None))
+        latent = Latent(kv_codec.table(kv_form, shape, SLOTS, heads=None))
+        if self.indexer is None:
+            return latent
+        return Indexed(latent, self.indexer.keys_table(batch, capacity, kv_form))  # type: ignore[arg-type]
 
     def __call__(
-        self, weights: Weights, y: jax.Array, angles: Angles, norm: Norm, memory: Latent, at: Placement
-    ) -> tuple[jax.Array, Latent]:
-        """See ``nn.block.Mixer``."""
+        self, weights: Weights, y: jax.Array, angles: Angles, norm: Norm, memory: Any, at: Placement
+    ) -> tuple[jax.Array, Any]:
+        """See ``nn.block.Mixer``; ``memory`` is what ``cache_table`` describes."""
         b, n, _ = y.shape
+        options: dict[str, Any] = {"values": self.latent_dim, "scale": self.scale}
         r, heads = self.latent_dim, self.heads
         if self.norm_eps is not None:
             norm = dataclasses.replace(norm, eps=self.norm_eps)
@@ -139,8 +162,10 @@ class LatentAttention:
         if self.query_rank is None:
             q = linear(y, weights["q"])
         else:
-            narrow = linear(y, weights["q_a"], weights.get("q_a_bias"))
-            q = linear(norm(narrow, weights["q_a_norm"]), weights["q_b"])
+            narrow = norm(linear(y, weights["q_a"], weights.get("q_a_bias")), weights["q_a_norm"])
+            q = linear(narrow, weights["q_b"])
+            if self.indexer is not None:
+                options["asked"] = self.indexer(weights, y, narrow, turn)
         q = q.reshape(b, n, heads, self.plain_dim + self.rope_dim)
         compressed = linear(y, weights["kv_a"], weights.get("kv_a_bias"))
         latent = norm(compressed[..., :r], weights["kv_a_norm"])
@@ -151,9 +176,7 @@ class LatentAttention:
             "bnhd,rhd->bnhr", q[..., : self.plain_dim], k_b, preferred_element_type=jnp.float32
         ).astype(y.dtype)
         queries = jnp.concatenate([absorbed, rotate(q[..., self.plain_dim :], *turn)], axis=-1)
-        out, memory = memory.attend(
-            queries, jnp.concatenate([latent, rotary], axis=-1), at, values=r, scale=self.scale
-        )
+        out, memory = memory.attend(queries, jnp.concatenate([latent, rotary], axis=-1), at, **options)
         v_b = weights["v_b"].reshape(r, heads, self.value_dim)
         values = jnp.einsum("bnhr,rhd->bnhd", out, v_b, preferred_element_type=jnp.float32)
         out = values.astype(y.dtype).reshape(b, n, -1)

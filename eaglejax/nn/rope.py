@@ -36,7 +36,7 @@ class RopeConfig:
     ``max_position`` is the length that the model was published for, ``original_max_position`` the one it
     was pretrained with before extension, ``context`` the length that ``dynamic`` and ``longrope`` are
     evaluated for (default: ``max_position``). ``rotary_fraction`` of each head is rotated, the rest passes.
-    The other fields belong to single kinds.
+    The other fields belong to single kinds; ``alpha`` replaces the stretch of ``dynamic`` at a context.
     """
 
     kind: str = "default"
@@ -45,6 +45,7 @@ class RopeConfig:
     context: int | None = None
     rotary_fraction: float = 1.0
     factor: float = 1.0
+    alpha: float | None = None
     original_max_position: int | None = None
     attention_factor: float | None = None
     low_freq_factor: float = 1.0
@@ -116,9 +117,9 @@ def _linear(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, 
 
 
 def _dynamic(rope: RopeConfig, plain: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
-    """NTK-aware base change at the declared context."""
+    """NTK-aware base change at the declared context, or by a fixed ``alpha`` (Hunyuan)."""
     context = max(rope.context or rope.max_position, rope.max_position)
-    stretch = rope.factor * context / rope.max_position - (rope.factor - 1)
+    stretch = rope.alpha or rope.factor * context / rope.max_position - (rope.factor - 1)
     return plain / stretch ** (np.arange(0, dim, 2) / (dim - 2)), 1.0
 
 
@@ -228,7 +229,7 @@ def apply_rope(x: jax.Array, positions: jax.Array, rope: RopeConfig) -> jax.Arra
 _OF_KIND: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "dynamic": ("factor",),
+    "dynamic": ("factor", "alpha"),
     "yarn": (
         *("factor", "attention_factor", "attn_factor", "beta_fast", "beta_slow"),
         *("mscale", "mscale_all_dim", "truncate"),
@@ -251,7 +252,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 _NUMBERS = (
     *("rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
-    *("beta_fast", "beta_slow", "attention_factor", "attn_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "attn_factor", "alpha"),
 )
 _LISTS = ("short_factor", "long_factor")
 
@@ -281,18 +282,16 @@ def _is_length(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
-def _check_known(settings: Mapping[str, tuple[Any, str]], kind: str) -> None:
+def _check_known(settings: Mapping[str, tuple[Any, str]], kind: str, fixed: bool) -> None:
     """Refuse settings that a kind does not read, unless they change nothing: a misspelt one would."""
-    known = (*_SHARED, *_OF_KIND[kind])
+    known = [k for k in (*_SHARED, *_OF_KIND[kind]) if k != "alpha" or fixed]
+    own = ", ".join(k for k in _OF_KIND[kind] if k in known) or "nothing"
     for key, (value, where) in settings.items():
         if key in known or key in _WITHOUT_EFFECT or value in _NEUTRAL.get(key, ()):
             continue
         near = difflib.get_close_matches(key, [k for k in known if k not in settings], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"{where} is not read by rope type {kind!r}, which takes {', '.join(_OF_KIND[kind]) or 'nothing'}"
-            f"{hint}"
-        )
+        raise ConfigError(f"{where} is not read by rope type {kind!r}, which takes {own}{hint}")
 
 
 def from_hf(
@@ -301,6 +300,7 @@ def from_hf(
     layer_type: str | None = None,
     default_theta: float = 10000.0,
     context: int | None = None,
+    fixed: bool = False,
 ) -> RopeConfig:
     """Read a Hugging Face ``config.json``: older ``rope_theta`` and ``rope_scaling``, newer
     ``rope_parameters``.
@@ -308,7 +308,8 @@ def from_hf(
     ``layer_type`` picks a section where parameters are kept per layer type. The same setting given twice with
     different values is refused (ConfigError), as are an unknown type and a setting that the type does not
     read: a wrong theta only shows as bad text. ``attn_factor`` of yarn (vLLM, GGUF) multiplies the factor on
-    cos and sin that would hold without it, ``attention_factor`` replaces it.
+    cos and sin that would hold without it, ``attention_factor`` replaces it. ``fixed``: the family's
+    ``dynamic`` may have an ``alpha``, a stretch that no context changes.
     """
     settings: dict[str, tuple[Any, str]] = {}
 
@@ -351,7 +352,7 @@ def from_hf(
     kind = get("rope_type", "default")
     if kind not in KINDS:
         raise ConfigError(f"rope type {kind!r:.80} is not supported; use one of {list(KINDS)}")
-    _check_known(settings, kind)
+    _check_known(settings, kind, fixed)
     settings = {key: found for key, found in settings.items() if key in (*_SHARED, *_OF_KIND[kind])}
     max_position = config.get("max_position_embeddings")
     max_position = 2048 if max_position is None else max_position
@@ -359,8 +360,10 @@ def from_hf(
         raise ConfigError(f"max_position_embeddings = {max_position!r:.80} must be a whole number above 0")
     original = get("original_max_position_embeddings", max_position)
     factor = get("factor")
+    if get("alpha") is not None and factor not in (None, 1):
+        raise ConfigError(f"rope alpha {get('alpha')} and factor {factor} both stretch; keep one of them")
     if factor is None:
-        if kind in ("linear", "dynamic", "llama3"):
+        if kind in ("linear", "dynamic", "llama3") and get("alpha") is None:
             raise ConfigError(f"rope type {kind!r} needs a factor")
         factor = max_position / original if kind in ("yarn", "longrope") else 1.0
     if kind == "llama3":
@@ -383,6 +386,7 @@ def from_hf(
         context=context,
         rotary_fraction=float(get("partial_rotary_factor", 1.0)),
         factor=float(factor),
+        alpha=get("alpha"),
         original_max_position=int(original) if kind in _PRETRAINED else None,
         attention_factor=attention_factor,
         low_freq_factor=float(get("low_freq_factor", 1.0)),

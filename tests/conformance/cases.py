@@ -44,6 +44,7 @@ from eaglejax.drafts.tree import DynamicTree, StaticTree, chain, from_choices
 from eaglejax.kv_format import FORMATS
 from eaglejax.models.config import LayerSpec
 from eaglejax.models.target import Target
+from eaglejax.nn.indexer import Indexer
 from eaglejax.nn.latent import LatentAttention
 from eaglejax.nn.moe import MoeConfig
 from eaglejax.nn.recurrent import GatedDelta
@@ -349,6 +350,7 @@ LAYERS = [
     Layers("parts", functools.partial(tiny_config, **PARTS), functools.partial(small_config, **PARTS)),
     Layers("latent", **made_of(LATENT, None)),
     Layers("latent-int8", **made_of(LATENT, None), cache="int8"),
+    Layers("sparse", **made_of(dataclasses.replace(LATENT, indexer=Indexer(16, 6, 5, 4)), None)),
     Layers("recurrent", **made_of(DELTA, None)),
     *(Layers(name, cache=name) for name in FORMATS if name != "float32"),
 ]

@@ -38,6 +38,9 @@ MLA = {
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
 }
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 50.0, "factor": 1.0}
+# Many heads, so that no two slots tie at a score of 0, where the choice is the sort's.
+DSA = {"index_topk": 5, "index_head_dim": 12, "index_n_heads": 16}
 HYBRID = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -83,6 +86,36 @@ TARGETS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "seed_oss": (tf.SeedOssConfig, tf.SeedOssForCausalLM, {"head_dim": 12, "attention_out_bias": True}),
     "ernie4_5": (tf.Ernie4_5Config, tf.Ernie4_5ForCausalLM, {"head_dim": 12, "use_bias": True}),
+    "ernie4_5_moe": (
+        tf.Ernie4_5_MoeConfig,
+        tf.Ernie4_5_MoeForCausalLM,
+        {
+            "head_dim": 12,
+            "moe_k": 2,
+            "moe_num_experts": 5,
+            "moe_intermediate_size": 24,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        tf.HunYuanDenseV1Config,
+        tf.HunYuanDenseV1ForCausalLM,
+        {"head_dim": 12, "rope_parameters": ALPHA},
+    ),
+    "hunyuan_v1_moe": (
+        tf.HunYuanMoEV1Config,
+        tf.HunYuanMoEV1ForCausalLM,
+        {"head_dim": 12, "rope_parameters": ALPHA, "num_experts": 5, "moe_topk": 2},
+    ),
+    "glm4_moe_lite": (
+        tf.Glm4MoeLiteConfig,
+        tf.Glm4MoeLiteForCausalLM,
+        {
+            **MLA,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "glm4": (tf.Glm4Config, tf.Glm4ForCausalLM, {"head_dim": 12, "eos_token_id": 2}),
     "qwen2_moe": (
         tf.Qwen2MoeConfig,
@@ -130,6 +163,12 @@ TARGETS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         tf.DeepseekV3ForCausalLM,
         {**MLA, "n_group": 4, "topk_group": 2, "rope_parameters": YARN, "attention_bias": True},
     ),
+    "deepseek_v32": (
+        tf.DeepseekV32Config,
+        tf.DeepseekV32ForCausalLM,
+        {**MLA, **DSA, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    ),
+    "glm_moe_dsa": (tf.GlmMoeDsaConfig, tf.GlmMoeDsaForCausalLM, {**MLA, **DSA}),
     "qwen3_next": (tf.Qwen3NextConfig, tf.Qwen3NextForCausalLM, {**HYBRID, **SHARED}),
     "qwen3_5": (tf.Qwen3_5TextConfig, tf.Qwen3_5ForCausalLM, HYBRID),
     "qwen3_5_moe": (tf.Qwen3_5MoeTextConfig, tf.Qwen3_5MoeForCausalLM, {**HYBRID, **SHARED}),

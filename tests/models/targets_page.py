@@ -47,7 +47,7 @@ large ones, at sizes at which nothing is a power of two by chance.
 
 def attention_of(config: ModelConfig, layer: LayerSpec) -> str:
     if isinstance(layer.mixer, LatentAttention):
-        return "latent (MLA)"
+        return "latent (MLA)" if layer.mixer.indexer is None else "latent in chosen slots (DSA)"
     if isinstance(layer.mixer, GatedDelta):
         return "gated delta rule"
     words = ["grouped-query"]

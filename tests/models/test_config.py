@@ -9,6 +9,7 @@ import published
 import pytest
 import transformers as tf
 
+from eaglejax.checkpoint.names import rules_of
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import LayerSpec
 from eaglejax.models.families import FAMILIES, Family, from_hf, register
@@ -38,8 +39,11 @@ def test_what_a_config_leaves_out_means_what_the_family_means():
     assert from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
 
 
-# Kimi-K2 is DeepSeek-V3 under another name, which transformers does not know.
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"kimi_k2"}))
+TWINS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+"""Families that transformers does not know, which are another under another name."""
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(TWINS)))
 def test_defaults_are_those_of_transformers(family):
     """Each key that FAMILIES fills in has the value that transformers' own class fills in."""
     reference = tf.AutoConfig.for_model(family).to_dict()
@@ -47,13 +51,18 @@ def test_defaults_are_those_of_transformers(family):
     # Keys of published files that transformers' class has settled, or reads and forgets.
     renamed |= {"scoring_func", "full_attention_interval", "attn_output_gate", "rotary_dim"}
     renamed |= set() if family == "deepseek_v2" else {"topk_method"}
-    renamed |= {"use_qk_norm"} if family == "minimax_m2" else set()
+    renamed |= {"rope_interleave"} if family in ("deepseek_v32", "glm_moe_dsa") else set()
+    renamed |= {"first_k_dense_replace"} if family == "glm4_moe_lite" else set()
+    renamed |= {"index_topk_freq", "num_shared_expert", "use_cla", "moe_capacity"}
+    renamed |= {"mlp_layer_types", "moe_layer_end_index"}
+    renamed |= {"use_qk_norm"} if family in ("minimax_m2", "hunyuan_v1_moe") else set()
+    renamed |= {"norm_topk_prob"} if family == "hunyuan_v1_moe" else set()
     renamed |= {"norm_topk_prob"} if family == "qwen3_5_moe_text" else set()
     renamed |= {"max_window_layers", "no_rope_layers"} if family == "smollm3" else set()
     for key, value in FAMILIES[family].defaults.items():
         if key == "sliding_window" and "use_sliding_window" in FAMILIES[family].defaults:
             continue  # transformers forgets the width when the switch is off
-        if key not in renamed:
+        if key not in renamed and not (value is None and key not in reference):
             assert reference[key] == value or (key == "mlp_only_layers" and reference[key] == []), key
     ropes = reference["rope_parameters"]
     full = ropes.get("full_attention", ropes)
@@ -62,8 +71,15 @@ def test_defaults_are_those_of_transformers(family):
 
 def test_every_family_of_the_comparison_is_listed():
     compared = (*hf_export.FAMILIES.values(), *published.TARGETS.values())
-    assert {c.model_type for c, _, _ in compared} == set(FAMILIES) - {"kimi_k2"}
-    assert FAMILIES["kimi_k2"] is FAMILIES["deepseek_v3"]
+    assert {c.model_type for c, _, _ in compared} == set(FAMILIES) - set(TWINS)
+    for name, twin in TWINS.items():
+        assert FAMILIES[name] is FAMILIES[twin]
+        config = {**LLAMA, "model_type": twin, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+        config = config if twin == "deepseek_v3" else {**LLAMA, "model_type": twin}
+        same = dataclasses.replace(from_hf({**config, "model_type": name}), family=twin)
+        assert same == from_hf(config)
+        rules = (rules_of(dataclasses.replace(same, family=f)) for f in (name, twin))
+        assert len({tuple((r.leaf, r.name) for r in each) for each in rules}) == 1
 
 
 def test_gemma_from_a_sparse_multimodal_config():

@@ -20,6 +20,7 @@ from eaglejax.models import decoder
 from eaglejax.models.config import LayerSpec, ModelConfig
 from eaglejax.models.target import random_target
 from eaglejax.nn.cache import Cache, Placement, rewind
+from eaglejax.nn.indexer import Indexer
 from eaglejax.nn.latent import LatentAttention
 from eaglejax.nn.recurrent import GatedDelta
 from eaglejax.nn.rope import Angles, RopeConfig, apply_rope
@@ -51,9 +52,11 @@ def config_of(*layers: LayerSpec) -> ModelConfig:
 
 
 PLAIN_QUERIES = dataclasses.replace(LATENT, query_rank=None)
+SPARSE = dataclasses.replace(LATENT, indexer=Indexer(heads=16, head_dim=6, top_k=4, rope_dim=4))
 CONFIGS = {
     "mixed": config_of(LayerSpec(mixer=DELTA), LayerSpec(window=7), LayerSpec(mixer=PLAIN_QUERIES)),
     "recurrent": config_of(LayerSpec(mixer=DELTA)),
+    "sparse": config_of(LayerSpec(mixer=SPARSE)),
 }
 NORM = CONFIGS["mixed"].block(0).norm
 
@@ -123,6 +126,24 @@ def test_prompts_trees_and_single_tokens_leave_what_one_forward_leaves(name: str
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(from_nothing), strict=True):
             for b, end in enumerate(ends):
                 close(x[b, :, :end] if got.capacity else x[b], y[b, :, :end] if got.capacity else y[b])
+
+
+def test_a_choice_of_every_slot_is_dense_attention() -> None:
+    """An indexer that may choose as many slots as are seen changes nothing; one of fewer does."""
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(1, VOCAB, (ROWS, 12)).astype(np.int32)
+    params, made = weights("sparse"), {}
+    for top_k in (4, 12, CAPACITY):
+        indexer = dataclasses.replace(SPARSE.indexer, top_k=top_k)
+        config = config_of(LayerSpec(mixer=dataclasses.replace(SPARSE, indexer=indexer)))
+        cache = decoder.init_cache(config, ROWS, CAPACITY)
+        places = jnp.broadcast_to(jnp.arange(12), (ROWS, 12))
+        made[top_k] = decoder.forward(params, config, tokens, places, cache, Causal()).hidden
+    np.testing.assert_allclose(made[12], made[CAPACITY], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(made[4][:, :4], made[CAPACITY][:, :4], rtol=1e-5, atol=1e-5)
+    assert np.abs(made[4][:, 8:] - made[CAPACITY][:, 8:]).max() > 0.01
+    with pytest.raises(ConfigError, match="narrow queries"):
+        dataclasses.replace(SPARSE, query_rank=None)
 
 
 def test_a_text_joins_and_leaves_a_batch() -> None:
