@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Layout, Part, Rows, Rule
+from eaglejax.checkpoint.tables import COPY, TRANSPOSE, Columns, Layout, Part, Rows, Rule
 from eaglejax.models.config import ModelConfig
 from eaglejax.nn.latent import LatentAttention
 from eaglejax.nn.recurrent import GatedDelta
@@ -17,6 +17,7 @@ _LAYER = "layers.{l}."
 _PLACE = "model.layers.{l}."
 _ATTENTION = "model.layers.{l}.self_attn."
 _MLP = "model.layers.{l}.mlp."
+_FEED = "model.layers.{l}.feed_forward."
 _SPARSE = "model.layers.{l}.block_sparse_moe."
 _STATE = "model.layers.{l}.linear_attn."
 _PARTS = ("gate", "up", "down")
@@ -165,26 +166,46 @@ def _minimax(config: ModelConfig) -> list[Rule]:
     return [*_LLAMA, *_MIXTRAL, Rule(_LAYER + "correction", _SPARSE + "e_score_correction_bias", COPY)]
 
 
-def _gpt_oss(config: ModelConfig) -> list[Rule]:
-    del config
-    experts = _MLP + "experts."
-    columns = [
-        Rule(
-            f"{_LAYER}experts.{x}{ours}",
-            f"{experts}gate_up_proj{theirs}",
-            Layout(columns=(first, 2)),
-        )
-        for first, x in enumerate(("gate", "up"))
-        for ours, theirs in (("", ""), ("_bias", "_bias"))
+def _expert_width(config: ModelConfig) -> int:
+    """Of a model that has experts; 0 for another, whose rules of experts are never asked."""
+    return next((layer.moe.intermediate_size for layer in config.layers if layer.moe is not None), 0)
+
+
+def _gate_up(config: ModelConfig, name: str, leaves: str, *, by_turns: bool) -> list[Rule]:
+    """Experts' gates and ups in the columns of one tensor, by turns or one behind the other."""
+    f = _expert_width(config)
+    taken = (range(0, 2 * f, 2), range(1, 2 * f, 2)) if by_turns else (range(f), range(f, 2 * f))
+    return [
+        Rule(f"{_LAYER}experts.{x}{leaves}", name, Layout(columns=Columns(columns, 2 * f)))
+        for x, columns in zip(("gate", "up"), taken, strict=True)
     ]
+
+
+def _gpt_oss(config: ModelConfig) -> list[Rule]:
+    experts = _MLP + "experts."
     return [
         *_LLAMA,
         Rule(_LAYER + "sinks", _ATTENTION + "sinks", COPY),
         Rule(_LAYER + "router", _MLP + "router.weight", TRANSPOSE),
         Rule(_LAYER + "router_bias", _MLP + "router.bias", COPY),
-        *columns,
+        *_gate_up(config, experts + "gate_up_proj", "", by_turns=True),
+        *_gate_up(config, experts + "gate_up_proj_bias", "_bias", by_turns=True),
         Rule(_LAYER + "experts.down", experts + "down_proj", COPY),
         Rule(_LAYER + "experts.down_bias", experts + "down_proj_bias", COPY),
+    ]
+
+
+def _llama4(config: ModelConfig) -> list[Rule]:
+    return [
+        *_ENDS,
+        *_interleaved(config),
+        *_ATTENDED[:2],
+        *_PRE_NORM,
+        *(Rule(_LAYER + x, f"{_FEED}{x}_proj.weight", TRANSPOSE) for x in _PARTS),
+        Rule(_LAYER + "router", _FEED + "router.weight", TRANSPOSE),
+        *_gate_up(config, _FEED + "experts.gate_up_proj", "", by_turns=False),
+        Rule(_LAYER + "experts.down", _FEED + "experts.down_proj", COPY),
+        *(Rule(f"{_LAYER}shared.{x}", f"{_FEED}shared_expert.{x}_proj.weight", TRANSPOSE) for x in _PARTS),
     ]
 
 
@@ -314,6 +335,7 @@ _OF_SHAPE = {
     "glm4": _glm4,
     "minimax_m2": _minimax,
     "gpt_oss": _gpt_oss,
+    "llama4_text": _llama4,
     **dict.fromkeys(_LATENT, _latent),
     "qwen3_next": _qwen3_next,
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _qwen3_5),
@@ -336,6 +358,7 @@ _MODULES = (r"(model\.)?mtp(_layers)?\..*",)
 
 _TOWERS = {
     "gemma3_text": (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+    "llama4_text": (r"vision_model\..*", r"multi_modal_projector\..*"),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), (r"(model\.)?visual\..*",)),
 }
 """The other towers of checkpoints whose language model is read."""

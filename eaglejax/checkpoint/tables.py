@@ -50,20 +50,28 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class Columns:
+    """The columns ``taken`` of a stored tensor of ``of`` columns, as :class:`Part` is of rows."""
+
+    taken: range
+    of: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """How a stored tensor relates to its leaf.
 
     ``transposed``: the last two dimensions are swapped (files keep weights as [out, in]). ``rows``: maps all
     rows of the tensor to those of the leaf (None: as they are, which lets them stream); ``value``: maps the
-    values in f32. ``part``: the leaf is some of the tensor's rows; ``columns`` (first, step): it is every
-    step-th of its columns. ``depthwise``: the tensor has a dimension of 1 before its last (convolutions).
+    values in f32. ``part``: the leaf is some of the tensor's rows; ``columns``: some of its columns.
+    ``depthwise``: the tensor has a dimension of 1 before its last (convolutions).
     """
 
     transposed: bool = False
     rows: Callable[[Rows], Rows] | None = None
     value: Callable[[Rows], Rows] | None = None
     part: Part | None = None
-    columns: tuple[int, int] | None = None
+    columns: Columns | None = None
     depthwise: bool = False
 
     @property
@@ -165,7 +173,7 @@ def _make_up(layouts: Sequence[Layout]) -> bool:
         taken = np.sort(np.concatenate([part.index for part in rows]))
         return len(rows) == len(layouts) and np.array_equal(taken, np.arange(rows[0].of))
     columns = [layout.columns for layout in layouts if layout.columns is not None]
-    return sorted(columns) == [(first, columns[0][1]) for first in range(columns[0][1])]
+    return sorted(n for c in columns for n in c.taken) == [*range(columns[0].of)]
 
 
 _NUMBERED = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d{1,9})\.")
@@ -202,7 +210,7 @@ def _check_shape(assignment: Assignment, store: TensorStore, where: str) -> None
     if layout.part is not None:
         right = (layout.part.of, *right[1:])
     if layout.columns is not None:
-        right = (*right[:-1], layout.columns[1] * right[-1])
+        right = (*right[:-1], layout.columns.of)
     if layout.depthwise:
         right = (*right[:-1], 1, right[-1])
     for name in assignment.names:
@@ -279,7 +287,8 @@ def materialize(assignment: Assignment, store: TensorStore) -> np.ndarray:
                 rows = layout.value(rows.astype(np.float32))
             rows = layout.rows(rows) if layout.rows else rows
             if layout.columns is not None:
-                rows = rows[:, layout.columns[0] :: layout.columns[1]]
+                taken = layout.columns.taken
+                rows = rows[:, taken.start : taken.stop : taken.step]
             # Cast first: a cast into strided memory goes element by element.
             target[start:stop] = rows.astype(out.dtype, copy=False)
     return out

@@ -26,7 +26,8 @@ class LayerSpec:
     ``window``: attention within so many positions, the query's own included (None: all). ``rope``: rotary
     settings. ``moe``: its feed-forward block is this mixture (None: the model's dense one). ``mixer``: how
     its tokens meet, ``nn.latent.LatentAttention`` or ``nn.recurrent.GatedDelta`` (None: the model's
-    grouped-query attention). ``rotary`` False: positions turn nothing.
+    grouped-query attention). ``rotary`` False: positions turn nothing. ``chunk``: attention within the
+    chunks of so many positions that the text is divided into (None: all).
     """
 
     window: int | None = None
@@ -34,10 +35,12 @@ class LayerSpec:
     moe: MoeConfig | None = None
     mixer: Mixer | None = None
     rotary: bool = True
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"a layer's window is {self.window}; it must be at least 1")
+        for name, size in (("window", self.window), ("chunk", self.chunk)):
+            if size is not None and size < 1:
+                raise ConfigError(f"a layer's {name} is {size}; it must be at least 1")
         if self.mixer is not None and (self.window is not None or self.rope is not None):
             raise ConfigError("window and rope are of grouped-query attention; another mixer has its own")
 
@@ -50,7 +53,9 @@ class ModelConfig:
     norm weights are stored as distance from one. ``sandwich_norms``: a second norm closes each of the two
     blocks of a layer before its residual sum. ``embed_scale`` (rounded to the embedding's dtype) multiplies
     the embedding, ``query_scale`` the attention scores; ``logits_scaling`` divides the logits. What begins
-    with ``qk_norm``, ``attention_gate`` and ``attention_sinks``: see ``nn.block.GroupedQuery``; ``pre_norm``
+    with ``qk_norm``, ``attention_gate``, ``attention_sinks`` and ``temperature``: see
+    ``nn.block.GroupedQuery``, but that rotated layers alone have ``qk_norm_bare``, the others alone
+    ``temperature``; ``pre_norm``
     and ``residual_scale``: see ``nn.block.Block``. Of rotated targets: ``qk_rotation`` turns queries and keys
     behind RoPE by the Hadamard matrix of ``head_dim``, ``post_rotation`` what a closing norm yields by the
     matrix of that name among the weights.
@@ -89,6 +94,8 @@ class ModelConfig:
     pre_norm: bool = True
     residual_scale: float | None = None
     logits_scaling: float | None = None
+    qk_norm_bare: bool = False
+    temperature: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -144,6 +151,9 @@ class ModelConfig:
                 hadamard=self.qk_rotation,
                 sinks=self.attention_sinks,
                 gated=self.attention_gate,
+                qk_norm_bare=self.qk_norm_bare and spec.rope is not None,
+                chunk=spec.chunk,
+                temperature=self.temperature if spec.rope is None else None,
             )
         return Block(
             hidden=self.hidden_size,

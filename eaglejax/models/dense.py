@@ -6,10 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from eaglejax.errors import ConfigError
 from eaglejax.models.config import LayerSpec
 from eaglejax.models.config_reader import ConfigReader
-from eaglejax.models.family import Family, alternating, kinds_or, one_window, sliding, window_from_layer
+from eaglejax.models.family import (
+    Family,
+    alternating,
+    kinds_or,
+    one_window,
+    rotary_layers,
+    sliding,
+    window_from_layer,
+)
 from eaglejax.nn import rope as rope_lib
 from eaglejax.nn.rope import RopeConfig
 
@@ -81,12 +88,10 @@ def _granite_fields(read: ConfigReader) -> dict[str, Any]:
 def _smollm3_layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
     """Every so-manieth layer turns nothing by its position."""
     del context
-    given, interval = read.get("no_rope_layers"), read.integer("no_rope_layer_interval")
-    rotary = given if given is not None else [int(bool((i + 1) % interval)) for i in range(count)]
-    if not isinstance(rotary, list | tuple) or len(rotary) != count or not set(rotary) <= {0, 1}:
-        raise ConfigError(f"no_rope_layers is {rotary!r:.80}; it must hold {count} times 1, or 0 for no RoPE")
     windows = window_from_layer(read, count, None) or (LayerSpec(),) * count
-    return tuple(dataclasses.replace(w, rotary=bool(r)) for w, r in zip(windows, rotary, strict=True))
+    return tuple(
+        dataclasses.replace(w, rotary=r) for w, r in zip(windows, rotary_layers(read, count), strict=True)
+    )
 
 
 def _olmo3_layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:

@@ -33,7 +33,12 @@ _READ = (
 FAMILIES: dict[str, Family] = {**dense.FAMILIES, **mixtures.FAMILIES, **latents.FAMILIES, **hybrids.FAMILIES}
 """Supported families by ``model_type``."""
 
-NESTED = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+NESTED = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Multimodal ``model_type``s that keep a text model of a family under ``text_config``."""
 
 

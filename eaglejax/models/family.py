@@ -135,6 +135,16 @@ def alternating(pattern: int) -> Layers:
     return layers
 
 
+def rotary_layers(read: ConfigReader, count: int) -> tuple[bool, ...]:
+    """Which layers turn by position: all but every ``no_rope_layer_interval``-th, unless ``no_rope_layers``
+    says it (1: it turns)."""
+    interval = read.integer("no_rope_layer_interval")
+    rotary = read.get("no_rope_layers") or [int(bool((i + 1) % interval)) for i in range(count)]
+    if not isinstance(rotary, list | tuple) or len(rotary) != count or not set(rotary) <= {0, 1}:
+        raise ConfigError(f"no_rope_layers is {rotary!r:.80}; it must hold {count} times 1, or 0 for no RoPE")
+    return tuple(bool(r) for r in rotary)
+
+
 def experts(read: ConfigReader) -> int:
     """The number of experts, under any of its names."""
     given = [

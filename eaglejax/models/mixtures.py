@@ -18,6 +18,7 @@ from eaglejax.models.family import (
     kinds_or,
     no_layers,
     one_window,
+    rotary_layers,
     sliding,
     with_mixture,
 )
@@ -198,6 +199,59 @@ def _ernie_layers(read: ConfigReader, count: int, context: int | None) -> tuple[
     return with_mixture(no_layers(read, count, context), moe, sparse)
 
 
+def _llama4_layers(read: ConfigReader, count: int, context: int | None) -> tuple[LayerSpec, ...]:
+    """Every so-manieth layer turns nothing by its position and sees all; the others see their chunk. Layers
+    are mixtures by turns."""
+    del context
+    rotary = rotary_layers(read, count)
+    chunk = None if read.given("attention_chunk_size") is None else read.integer("attention_chunk_size")
+    types = read.kinds(count) or tuple(
+        "chunked_attention" if r and chunk is not None else "full_attention" for r in rotary
+    )
+    if not set(types) <= {"chunked_attention", "full_attention"} or (
+        chunk is None and "chunked_attention" in types
+    ):
+        raise ConfigError(
+            f"layer_types {sorted(set(types))} with an attention_chunk_size of {chunk}: known are "
+            "full_attention, and chunked_attention with a size"
+        )
+    given, step = read.get("moe_layers"), read.integer("interleave_moe_layer_step")
+    sparse = given if given is not None else range(step - 1, count, step)
+    if not isinstance(sparse, list | tuple | range) or not set(sparse) <= set(range(count)):
+        raise ConfigError(f"moe_layers is {sparse!r:.80}; it must be a list of the {count} layers")
+    width = read.integer("intermediate_size")
+    moe = MoeConfig(
+        experts(read),
+        read.integer("num_experts_per_tok"),
+        width,
+        scores="sigmoid",
+        normalize=False,
+        shared=width,
+        weighs_input=True,
+    )
+    return tuple(
+        LayerSpec(
+            rotary=rotary[i],
+            chunk=chunk if types[i] == "chunked_attention" else None,
+            moe=moe if i in sparse else None,
+        )
+        for i in range(count)
+    )
+
+
+def _llama4_fields(read: ConfigReader) -> dict[str, Any]:
+    tuned = read.get("attn_temperature_tuning")
+    if not isinstance(tuned, bool | int) or tuned < 0:
+        raise ConfigError(f"attn_temperature_tuning is {tuned!r:.80}; it must be true or false")
+    strength = read.number("attn_scale") or 0.0
+    return {
+        # Experts are as wide as intermediate_size says, layers without any have a width of their own.
+        "intermediate_size": read.integer("intermediate_size_mlp"),
+        "qk_norm_bare": read.flag("use_qk_norm"),
+        "temperature": (float(read.integer("floor_scale")), strength) if tuned else None,
+    }
+
+
 _QWEN_MIXTURE = {
     "use_sliding_window": False,
     "sliding_window": 4096,
@@ -285,6 +339,28 @@ FAMILIES: dict[str, Family] = {
         },
         _ernie_layers,
         dense.FAMILIES["ernie4_5"].fields,
+    ),
+    "llama4_text": Family(
+        {
+            "head_dim": 128,
+            "attention_bias": False,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "intermediate_size_mlp": 16_384,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 16,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        _llama4_layers,
+        _llama4_fields,
     ),
     "gpt_oss": Family(
         {

@@ -30,7 +30,7 @@ from eaglejax.nn.attention_implementations import (
     queries_a_call,
 )
 from eaglejax.nn.kv_codec import PackedKV, Stored
-from eaglejax.nn.visible import Selected, Visible
+from eaglejax.nn.visible import Chunked, Selected, Visible
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,9 @@ def _attend(
     whole = isinstance(offset, int) and offset == 0
     if tables is None and whole and m > k.shape[2]:
         raise ConfigError(f"{m} new slots do not fit a cache of {k.shape[2]} slots")
-    wants = Wants(lse=lse, parts=tables is not None or not whole, selected=isinstance(visible, Selected))
+    wants = Wants(
+        lse=lse, parts=tables is not None or not whole, selected=isinstance(visible, Chunked | Selected)
+    )
     requested = Attention(implementation) if isinstance(implementation, str) else implementation
     requested = requested or _chosen.get()
     name, chosen = _choose(requested, q, k, v, m, wants, tables)

@@ -28,7 +28,7 @@ class Wants:
     """What a call of attention asks beyond the plain one, and kernels may lack.
 
     ``lse``: the log-sum-exps; ``parts``: pages, or a cache that begins at another slot; ``selected``: slots
-    chosen for each query.
+    of the prefix that each query sees alone.
     """
 
     lse: bool = False

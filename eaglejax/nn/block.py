@@ -29,6 +29,7 @@ from eaglejax.nn.mlp import gated_mlp
 from eaglejax.nn.moe import MoeConfig, moe_mlp, router_logits
 from eaglejax.nn.norm import rms_norm
 from eaglejax.nn.rope import Angles, RopeConfig, rotate
+from eaglejax.nn.visible import Chunked
 from eaglejax.pytree import ArrayInfo, constant
 from eaglejax.tap import tap
 
@@ -73,10 +74,12 @@ class GroupedQuery:
 
     ``scale`` multiplies scores, ``softcap`` bounds them, ``window`` counts positions, the query's included.
     ``rope`` None: positions turn nothing. ``qk_norm``: queries and keys are normalised a head, with
-    ``qk_norm_whole`` over all heads at once, with ``qk_norm_last`` behind RoPE. ``hadamard``: both are turned
-    behind RoPE by the Hadamard matrix of ``head_dim`` (rotated targets). ``sinks``: each query head has a
-    score that takes its share of the softmax and adds nothing (gpt-oss). ``gated``: each number of the result
-    is multiplied by the sigmoid of another projection (Qwen3-Next).
+    ``qk_norm_whole`` over all heads at once, with ``qk_norm_last`` behind RoPE; ``qk_norm_bare``: a head,
+    behind RoPE, without a weight. ``chunk``: only positions of the query's own chunk of so many are seen.
+    ``temperature`` (f, a): a query at position i is scaled by 1 + a log(1 + floor((i + 1) / f)) (Llama 4).
+    ``hadamard``: both are turned behind RoPE by the Hadamard matrix of ``head_dim`` (rotated targets).
+    ``sinks``: each query head has a score that takes its share of the softmax and adds nothing (gpt-oss).
+    ``gated``: each number of the result is multiplied by the sigmoid of another projection (Qwen3-Next).
     """
 
     heads: int
@@ -94,6 +97,9 @@ class GroupedQuery:
     hadamard: bool = False
     sinks: bool = False
     gated: bool = False
+    qk_norm_bare: bool = False
+    chunk: int | None = None
+    temperature: tuple[float, float] | None = None
 
     def table(self, wide: int, hidden: int, norm: Norm, dtype: Any) -> Weights:
         """q [I, Hq*d], k, v [I, Hkv*d], o [Hq*d, H]; q_bias, k_bias, v_bias, o_bias; q_norm, k_norm [d], or
@@ -156,6 +162,13 @@ class GroupedQuery:
             q, k = rotate(q, *turn), rotate(k, *turn)
         if self.qk_norm and self.qk_norm_last:
             q, k = normed(q, "q"), normed(k, "k")
+        if self.qk_norm_bare:
+            ones = jnp.ones((self.head_dim,), jnp.float32)
+            q, k = (rms_norm(x, ones, norm.eps) for x in (q, k))
+        if self.temperature is not None:
+            floor, strength = self.temperature
+            turns = jnp.floor((at.positions.astype(jnp.float32) + 1) / floor)
+            q = (q * (1 + strength * jnp.log1p(turns))[:, :, None, None]).astype(q.dtype)
         if self.hadamard:
             # Importing Pallas takes a third of a second, which other targets are spared.
             from kernels_pallas.hadamard import hadamard
@@ -165,6 +178,9 @@ class GroupedQuery:
         options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         if self.sinks:
             options["sinks"] = weights["sinks"]
+        if self.chunk is not None and memory.capacity > self.chunk:
+            places = at.positions if at.slot_positions is None else at.slot_positions
+            at = dataclasses.replace(at, visible=Chunked(at.visible, at.positions, places, self.chunk))
         out, memory = memory.attend(q, k, v, at, **options)
         out = out.reshape(b, n, -1)
         if self.gated:

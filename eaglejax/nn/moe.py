@@ -24,7 +24,8 @@ class MoeConfig:
     the ``top_groups`` best of so many equal groups are chosen; a group is as good as the sum of its
     ``group_best`` best scores. ``router_bias``: a bias on the logits. ``shared``: width of an expert
     that every token passes besides (0: none), weighted by a sigmoid of its own with ``shared_gate``.
-    ``bias``: every product of an expert has one.
+    ``bias``: every product of an expert has one. ``weighs_input``: an expert's weight multiplies what it
+    reads, not what it yields (Llama 4).
     """
 
     experts: int
@@ -41,6 +42,7 @@ class MoeConfig:
     shared: int = 0
     shared_gate: bool = False
     bias: bool = False
+    weighs_input: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.experts:
@@ -111,6 +113,9 @@ def moe_mlp(x: jax.Array, params: dict[str, Any], moe: MoeConfig, act: str) -> j
         return y + jnp.take(experts[f"{name}_bias"], whose, axis=0) if moe.bias else y
 
     inner = jnp.take(rows, order // moe.top_k, axis=0)
+    if moe.weighs_input:
+        inner = (inner * jnp.take(weights.reshape(-1), order)[:, None]).astype(rows.dtype)
+        weights = jnp.ones_like(weights)
     out = product(gated(product(inner, "gate"), product(inner, "up"), act), "down")
     # Back to token order by the inverse permutation: a gather, so that the sum's order is the router's own.
     out = jnp.take(out, jnp.argsort(order), axis=0).reshape(*chosen.shape, -1)

@@ -1,4 +1,5 @@
-"""Who sees whom in a forward over N new tokens; all but ``Selected`` see the whole committed prefix.
+"""Who sees whom in a forward over N new tokens; all but ``Selected`` and ``Chunked`` see the whole committed
+prefix.
 
 An implementation of attention asks for what it reads: the kernels for the dense matrix among ``new`` slots,
 XLA for a mask over cache slots (``sees``). Nothing else makes a mask.
@@ -137,6 +138,42 @@ class Tree(Seen):
     because sampling asks for it too. A layer that must know that what a token sees is one path, as a
     recurrent one does, takes this or :class:`Causal` and no other.
     """
+
+
+@pytree.dataclass
+class Chunked:
+    """What ``inner`` lets a query see, of the chunk of ``size`` positions that the query stands in (Llama 4).
+
+    ``positions`` [B, N] of the queries, ``places`` [B, M] of the new slots; a prefix slot's is its number.
+    """
+
+    inner: Visible
+    positions: jax.Array
+    places: jax.Array
+    size: int = pytree.static()
+
+    def slots(self, n: int) -> int:
+        """M."""
+        return self.inner.slots(n)
+
+    def refusal(self, batch: int, n: int) -> str | None:
+        """See :class:`Visible`."""
+        return self.inner.refusal(batch, n)
+
+    def sees(self, n: int, slot: jax.Array, lengths: jax.Array) -> jax.Array:
+        """See :class:`Visible`."""
+        node = slot - lengths[:, None]
+        new = jnp.take_along_axis(
+            self.places, jnp.clip(node, 0, self.places.shape[1] - 1), axis=1, mode="promise_in_bounds"
+        )
+        place = jnp.where(node < 0, slot, new)
+        same = place[:, None] // self.size == self.positions[:, :, None] // self.size
+        return same & self.inner.sees(n, slot, lengths)
+
+    def new(self, n: int, lengths: jax.Array) -> jax.Array:
+        """See :class:`Visible`."""
+        same = self.places[:, None] // self.size == self.positions[:, :, None] // self.size
+        return same & self.inner.new(n, lengths)
 
 
 @pytree.dataclass

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers as tf
-from hf_export import TINY, run
+from hf_export import LLAMA3_ROPE, TINY, run
 
 from eaglejax.checkpoint.hf import load_folder
 
@@ -167,6 +167,23 @@ TARGETS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         tf.DeepseekV32Config,
         tf.DeepseekV32ForCausalLM,
         {**MLA, **DSA, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    ),
+    "llama4": (
+        tf.Llama4TextConfig,
+        tf.Llama4ForCausalLM,
+        {
+            "head_dim": 12,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 3,
+            "attention_chunk_size": 5,
+            "floor_scale": 4,
+            "attn_scale": 0.3,
+            "rope_parameters": LLAMA3_ROPE,
+        },
     ),
     "glm_moe_dsa": (tf.GlmMoeDsaConfig, tf.GlmMoeDsaForCausalLM, {**MLA, **DSA}),
     "qwen3_next": (tf.Qwen3NextConfig, tf.Qwen3NextForCausalLM, {**HYBRID, **SHARED}),

@@ -7,10 +7,9 @@ from pathlib import Path
 import hf_export
 import published
 
-from eaglejax.models.config import LayerSpec, ModelConfig
+from eaglejax.models import describe
+from eaglejax.models.config import ModelConfig
 from eaglejax.models.families import FAMILIES, NESTED
-from eaglejax.nn.latent import LatentAttention
-from eaglejax.nn.recurrent import GatedDelta
 
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 
@@ -45,51 +44,6 @@ large ones, at sizes at which nothing is a power of two by chance.
 """
 
 
-def attention_of(config: ModelConfig, layer: LayerSpec) -> str:
-    if isinstance(layer.mixer, LatentAttention):
-        return "latent (MLA)" if layer.mixer.indexer is None else "latent in chosen slots (DSA)"
-    if isinstance(layer.mixer, GatedDelta):
-        return "gated delta rule"
-    words = ["grouped-query"]
-    if layer.window is not None:
-        words.append("in a window")
-    if not layer.rotary:
-        words.append("without RoPE")
-    return " ".join(words)
-
-
-def feed_of(config: ModelConfig, layer: LayerSpec) -> str:
-    moe = layer.moe
-    if moe is None:
-        return "dense"
-    scores = {"softmax": "softmax", "of chosen": "softmax of the chosen", "sigmoid": "sigmoid"}[moe.scores]
-    words = [f"experts by {scores}"]
-    words += ["in groups"] * (moe.groups > 1) + ["with correction"] * moe.correction
-    words += ["and a shared one"] * bool(moe.shared)
-    return " ".join(words)
-
-
-def else_of(config: ModelConfig) -> str:
-    parts = {
-        "q/k norm": config.qk_norm,
-        "sinks": config.attention_sinks,
-        "gated attention": config.attention_gate,
-        "softcaps": config.attention_softcap is not None or config.final_softcap is not None,
-        "norms around parts": config.sandwich_norms and config.pre_norm,
-        "norms behind parts only": not config.pre_norm,
-        "multipliers": config.residual_scale is not None,
-        "partial RoPE": config.rope.rotary_fraction < 1,
-        "clamped gates": config.activation == "swiglu_clamped",
-    }
-    return ", ".join(name for name, there in parts.items() if there) or "-"
-
-
-def support_of(config: ModelConfig) -> str:
-    if any(layer.mixer is not None for layer in config.layers) or config.activation == "swiglu_clamped":
-        return "refused"
-    return "norms behind parts: quantisation alone" if not config.pre_norm else "both"
-
-
 def configs() -> dict[str, ModelConfig]:
     """A tiny model of every family."""
     built = [hf_export.build(name)[1] for name in hf_export.FAMILIES]
@@ -103,16 +57,12 @@ def page() -> str:
         twin = next((n for n in known if FAMILIES[n] is FAMILIES[name]), None)
         assert twin is not None, f"no tiny model of {name}"
         config = known.get(name, known[twin])
-        layers = config.layers or (LayerSpec(),)
         told = [name, *(f"{outer} (text_config)" for outer, inner in NESTED.items() if inner == name)]
         cells = [
             " / ".join(f"`{n}`" if " " not in n else n for n in told),
-            *(
-                ", ".join(dict.fromkeys(of(config, layer) for layer in layers))
-                for of in (attention_of, feed_of)
-            ),
-            else_of(config),
-            support_of(config),
+            *(describe.kinds_of(config, of) for of in (describe.attention_of, describe.feed_of)),
+            describe.else_of(config),
+            describe.support_of(config),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return HEAD + "\n".join(rows) + "\n" + TAIL

@@ -54,11 +54,12 @@ def test_defaults_are_those_of_transformers(family):
     renamed |= {"rope_interleave"} if family in ("deepseek_v32", "glm_moe_dsa") else set()
     renamed |= {"first_k_dense_replace"} if family == "glm4_moe_lite" else set()
     renamed |= {"index_topk_freq", "num_shared_expert", "use_cla", "moe_capacity"}
-    renamed |= {"mlp_layer_types", "moe_layer_end_index"}
+    renamed |= {"mlp_layer_types", "moe_layer_end_index", "indexer_types"}
     renamed |= {"use_qk_norm"} if family in ("minimax_m2", "hunyuan_v1_moe") else set()
     renamed |= {"norm_topk_prob"} if family == "hunyuan_v1_moe" else set()
     renamed |= {"norm_topk_prob"} if family == "qwen3_5_moe_text" else set()
-    renamed |= {"max_window_layers", "no_rope_layers"} if family == "smollm3" else set()
+    renamed |= {"max_window_layers"} if family == "smollm3" else set()
+    renamed |= {"no_rope_layers", "moe_layers"}
     for key, value in FAMILIES[family].defaults.items():
         if key == "sliding_window" and "use_sliding_window" in FAMILIES[family].defaults:
             continue  # transformers forgets the width when the switch is off

@@ -57,6 +57,9 @@ CONFIGS = {
     "mixed": config_of(LayerSpec(mixer=DELTA), LayerSpec(window=7), LayerSpec(mixer=PLAIN_QUERIES)),
     "recurrent": config_of(LayerSpec(mixer=DELTA)),
     "sparse": config_of(LayerSpec(mixer=SPARSE)),
+    "chunked": dataclasses.replace(
+        config_of(LayerSpec(chunk=6), LayerSpec(rotary=False)), qk_norm_bare=True, temperature=(3.0, 0.5)
+    ),
 }
 NORM = CONFIGS["mixed"].block(0).norm
 
