@@ -22,9 +22,10 @@ the families and the tiny models that they are tested with.
 Every family is compared with transformers: a tiny random model in f32, saved in its published
 layout, read by this library, and run as a prompt, single tokens and a chunk behind them; logits and
 every hidden-state boundary agree to 2e-5 of their largest number (`tests/models/test_families.py`,
-`tests/models/test_targets.py`). What a layer keeps of a tree that was verified (keys and values,
-latents, recurrent states) is tested by kind in `tests/conformance/` and
-`tests/models/test_layer_kinds.py`.
+`tests/models/test_targets.py`), and those of the latter speculate, with a random EAGLE-3 draft's
+trees and with n-grams, to plain decoding's text (`tests/models/test_speculation_over_families.py`).
+What a layer keeps of a tree that was verified (keys and values, latents, recurrent states) is tested
+by kind in `tests/conformance/` and `tests/models/test_layer_kinds.py`.
 
 A configuration that carries a key by which other models compute otherwise is refused by name. Draft
 layers inside a checkpoint (`mtp.*`, layers behind the last one) are left out when a target is read.
@@ -38,6 +39,10 @@ TAIL = """
 with a scale each (`quant_method` fp8, as DeepSeek-V3 is published), from 4-bit floats with a power
 of two every 32 (mxfp4, as gpt-oss is), from GGUF and from
 quantised folders. The first two become floats of the dtype asked for; activations are not narrowed.
+
+`eaglejax inspect config.json` tells of a published configuration its shape, its kinds of layers, its
+parameters and its memory a token, without the weights. GLM-5 with layers that share the choice of another
+(`indexer_types`), DeepSeek-V4, Gemma 3n and MiMo-V2 are refused by name.
 
 Not run here: any of these models at its published size. The tiny models have every part of the
 large ones, at sizes at which nothing is a power of two by chance.
