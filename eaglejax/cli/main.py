@@ -14,6 +14,7 @@ from eaglejax.cli.interrupts import say_and_leave, watched
 COMMANDS = {
     "demo": ("Demo", "watch a real model write the same text with and without drafts"),
     "generate": ("Generate", "answer prompts"),
+    "serve": ("Serve", "serve a model to clients of OpenAI's API"),
     "bench": ("Bench", "measure speed and acceptance of methods beside plain decoding"),
     "inspect": ("Inspect", "say how a checkpoint is understood"),
     "convert": ("Convert", "write a draft in another project's form"),
