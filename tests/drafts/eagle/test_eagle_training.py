@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eagle_cases import EAGLE1, EAGLE3, make
-from eagle_loop import last_token_pair, own_layer_pair
+from eagle_loop import last_token_pair, make_target, own_layer_pair, target_config
+from overfit import learnt
 
+import eaglejax as ej
 from eaglejax import pytree
 from eaglejax.drafts.eagle import model as eagle_model
 from eaglejax.train.batch import shift
@@ -20,6 +22,7 @@ from eaglejax.train.features import with_features
 from eaglejax.train.objectives import Head, Objective
 from eaglejax.train.packing import assemble
 from eaglejax.train.samples import Sample
+from eaglejax.train.settings import DraftSettings, RunSettings, TrainSettings
 
 PAIRS = {
     "eagle1": (own_layer_pair, Objective(algorithm="hass", steps=3)),
@@ -57,6 +60,24 @@ def test_a_draft_that_is_accepted_whole_is_right_in_every_trained_row(name):
         np.testing.assert_allclose(found.accept, found.judged, rtol=1e-4)
     late = measure(dataclasses.replace(batch, hidden=shift(batch.hidden, 1), top=shift(batch.top, 1)))
     assert max(late.hits / late.judged) < 0.5
+
+
+@pytest.mark.slow
+def test_a_draft_that_learnt_a_text_by_hass_is_accepted_whole_on_it(tmp_path):
+    """From HASS's loss to decoding, through a file: three tokens a round from states of its own."""
+    target = make_target(target_config(num_layers=2), seed=3)
+    objective = Objective(algorithm="hass", steps=3, step_decay=1.0, feature_weight=0.05, token_weight=1.0)
+    settings = TrainSettings(
+        out="x",
+        objective=objective,
+        draft=DraftSettings(start="random"),
+        run=RunSettings(compute_dtype="float32"),
+    )
+    bound, prompt, text = learnt(target, settings, tmp_path / "it", tokens=21, updates=1000)
+    assert bound.proposer.config.version == 1
+    out = ej.generate(target, prompt, proposer=bound, max_new_tokens=len(text), ignore_eos=True)
+    assert out.token_ids == text
+    assert out.stats.num_drafts == -(-(len(text) - 1) // 4)
 
 
 MIXTURE = dataclasses.replace(
