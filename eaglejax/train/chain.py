@@ -67,6 +67,7 @@ def chain_loss(
         value, guess, kept, entropy = _step_loss(params, logits, objective, everything, batch, state, mask, k)
         even = 0.0 if balance is None else objective.balance_weight * balance(k, mask)
         if objective.position_weights == "dpace":
+            assert entropy is not None  # the loss is "hard_ce"
             entropies.append(entropy)
             masks.append(mask)
             total = total + weight * even / jnp.maximum(rows[k], 1.0)
