@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 from eaglejax import json_text
 from eaglejax.conversation import Conversation, read_row, row_variables, template_variables
+from eaglejax.engine_keys import Ranges, read_ranges, translated
 from eaglejax.errors import ConfigError, RequestError
 from eaglejax.jsonl import kind, parse_json, parse_object, read_lines
+from eaglejax.naming import misspelt
 
 SHAPES = ("prompt", "messages", "conversations", "turns")
 
@@ -221,8 +223,10 @@ class SpeculativeConfig:
     drafts instead of taking the likeliest; ``draft_temperature``: at this temperature instead of the row's.
     ``min_confidence``: draft no further below this cumulative probability. ``suffix_decoding_...``: see
     ``Suffix``, without that word. ``parts``: of a cascade. ``aux_convention``: what layer ids in the draft's
-    config count. ``kv_cache_dtype``: format of the draft's keys and values. None leaves the method's own
-    default.
+    config count. ``kv_cache_dtype``: format of the draft's keys and values. ``verification``: how drafts are
+    judged, as in ``DecodeOptions`` (vLLM's ``rejection_sample_method``);
+    ``num_speculative_tokens_per_batch_size``: (first, last, drafts) of batch sizes, see ``ByBatch``. None
+    leaves the method's own default.
     """
 
     method: str
@@ -244,6 +248,8 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
     parts: tuple[SpeculativeConfig, ...] | None = None
+    verification: str | None = None
+    num_speculative_tokens_per_batch_size: Ranges | None = None
 
     def given(self) -> dict[str, Any]:
         """The settings that are not None, without the method."""
@@ -309,6 +315,8 @@ _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "suffix_decoding_max_spec_factor": ("a number", _read_float),
     "suffix_decoding_min_token_prob": ("a number", _read_float),
     "parts": ("a list of configs such as this one", lambda value: _read_parts(value)),
+    "verification": ("a string", _read_str),
+    "num_speculative_tokens_per_batch_size": ("a list such as [[1, 4, 5], [5, 64, 2]]", read_ranges),
 }
 """Key of a speculative config -> what it holds, in words, and how it is read (None: it is not that)."""
 
@@ -330,10 +338,14 @@ def _read_parts(value: Any) -> tuple[SpeculativeConfig, ...] | None:
 def _read_config(value: Any, method: str | None) -> SpeculativeConfig:
     if not isinstance(value, dict):
         raise ConfigError(f"the speculative config is a JSON object, not {kind(value)}")
+    value = translated(value)
     unknown = sorted(set(value) - set(_KEYS))
     if unknown:
+        meant = misspelt(unknown[0], _KEYS)
         raise ConfigError(
-            f"unknown key {unknown[0]!r} in the speculative config; known are {', '.join(_KEYS)}"
+            f"unknown key {unknown[0]!r} in the speculative config"
+            + ("" if meant is None else f" (is {meant!r} meant?)")
+            + f"; known are {', '.join(_KEYS)}"
         )
     settings = {}
     for key, entry in value.items():

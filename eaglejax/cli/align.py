@@ -59,6 +59,11 @@ class Align:
             if spec is not None:
                 resolve(spec)
         family, file = read_draft(self.draft, **draft_reading(self.aux_convention))
+        if family.alone:
+            raise ConfigError(
+                f"{self.draft} holds a {family.name}, which takes nothing from its target: no rotation "
+                "concerns it, and it drafts for the rotated target as it is"
+            )
         check_form(self.form, family)
         target = methods.load_target(self.target, dtype="float32")
         original = None

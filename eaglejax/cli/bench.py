@@ -66,6 +66,7 @@ class Bench:
     def run(self) -> int:
         """The command. Exit status 1 when a prompt failed or a text is not plain decoding's."""
         configs = self._configs()
+        own = {n: methods.decoding(c, speculation=self.speculation) for n, c in configs.items()}
         methods.check_count("--max-new-tokens", self.max_new_tokens)
         variables = parse_template_kwargs(self.chat_template_kwargs)
         rows = read_prompts(self.prompts, prediction_field=self.prediction_field, limit=self.limit)
@@ -85,9 +86,12 @@ class Bench:
         wide = self.dtype is None and self.quant is None
         reference = sessions.float32_beside(target) if wide else None
         dtype = target.dtype.name
-        decoding = methods.given(speculation=self.speculation)
         session = sessions.Session(
-            self.max_new_tokens, chat=self.chat, variables=variables, decoding=decoding
+            self.max_new_tokens,
+            chat=self.chat,
+            variables=variables,
+            decoding=methods.given(speculation=self.speculation),
+            own=own,
         )
         session.run(target, proposers, rows, reference)
         if self.profile:
@@ -104,6 +108,7 @@ class Bench:
             title = f"{self.target}, {session.best_ar} is the fastest AR"
             console.print(show.stats_table(title, report["methods"].items()))
             show.print_widths(report["methods"].items())
+            show.print_vllm(report["methods"].items())
             if self.profile:
                 console.print(show.profile_table("where a round's time goes", report["methods"].items()))
         for error in report["errors"]:

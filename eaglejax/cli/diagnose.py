@@ -70,10 +70,15 @@ class Diagnose:
         draft_path(self.draft)
         if self.original_target is not None:
             resolve(self.original_target)
+        family, file = read_draft(self.draft, **draft_reading(self.aux_convention, self.aux))
+        if family.probe is None:
+            raise ConfigError(
+                f"{self.draft} holds a {family.name}, and such drafts are not diagnosed: `eaglejax bench` "
+                "says how often it is right, and with another tokenizer than the target's it is refused"
+            )
         target = methods.load_target(self.target, dtype=self.dtype)
         from eaglejax.measure.diagnose import diagnose
 
-        _, file = read_draft(self.draft, **draft_reading(self.aux_convention, self.aux))
         with show.status("the target writes"):
             texts = written_texts(target, prompts, max_new_tokens=self.max_new_tokens)
             usual = None
@@ -144,9 +149,8 @@ def decode_pair(target: ej.Target, file: Any, prompts: Sequence[str], max_new_to
     chat = target.need_tokenizer().chat_template is not None
     requests = [Request(ids, ej.Sampling(), max_new_tokens) for ids in encoded(target, prompts, chat=chat)]
     options = ej.DecodeOptions(speculation="fixed")
-    run = BatchDecoder(
-        target, family.make(config, {"tree": ej.chain(STEPS)}), params, requests, options=options
-    )
+    proposer = family.make(config, {"tree": ej.chain(family.reach(config, STEPS))})
+    run = BatchDecoder(target, proposer, params, requests, options=options)
     for _ in run:
         pass
     return total(r.stats for r in run.results())

@@ -28,10 +28,10 @@ class Generate:
     target: str
     """The model: `demo`, a folder, a .gguf file or a Hub id."""
     draft: str | None = None
-    """The draft: an EAGLE, DFlash or MTP checkpoint or a smaller model; a folder, a Hub id or `demo`."""
+    """The draft: a checkpoint of any kind that runs here or a smaller model; a folder, a Hub id or `demo`."""
     method: str | None = None
-    """ar, ngram, prediction, draft_model, eagle, eagle1, eagle2, eagle3, dflash, or mtp, which needs no draft
-    where the target's files hold one. Default: by what the draft is, and ar without one."""
+    """ar, ngram, suffix, prediction, cascade, or what a draft is: eagle, eagle1, eagle2, eagle3, dflash,
+    medusa, draft_model, mtp, ... Default: by what the draft is, and ar without one."""
     prompt: str | None = None
     """One prompt."""
     prompts: str | None = None
@@ -94,8 +94,9 @@ class Generate:
     speculation: Literal["adaptive", "fixed"] | None = None
     """adaptive: judge as many drafts a round as measured costs and acceptance make worth while, perhaps none;
     fixed: all of them. Default: as the library's."""
-    verification: Literal["token", "block"] = "token"
-    """block: accept several drafts of a chain jointly; the text's distribution is the same."""
+    verification: Literal["token", "block"] | None = None
+    """token: each draft is accepted by itself; block: several of a chain jointly, with the same distribution
+    of the text. Default: token, or as --speculative-config says."""
     ignore_eos: bool = False
     """Write on behind an end of text, to the limit."""
     aux_convention: AuxConvention | None = None
@@ -130,6 +131,12 @@ class Generate:
             raise ConfigError("--logprobs are printed in the objects of --json alone; add it")
         methods.check_count("--max-new-tokens", self.max_new_tokens)
         methods.check_count("--batch-size", self.batch_size)
+        decoding = methods.decoding(
+            config,
+            sampled=self.temperature > 0,
+            verification=self.verification,
+            speculation=self.speculation,
+        )
         target = methods.load_target(
             self.target,
             dtype=self.dtype,
@@ -149,7 +156,7 @@ class Generate:
             "stop_token_ids": self.stop_token_ids,
             "logprobs": self.logprobs,
             "ignore_eos": self.ignore_eos,
-            "verification": self.verification,
+            **decoding,
             **methods.given(speculation=self.speculation),
         }
         if not self.json and self.prompt is not None:
@@ -232,3 +239,4 @@ class Generate:
         if stats:
             show.stderr().print(show.stats_table("times include compilation", stats))
             show.print_widths(stats)
+            show.print_vllm(stats)

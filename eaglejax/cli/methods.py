@@ -19,6 +19,7 @@ from eaglejax.drafts import registry
 from eaglejax.drafts.limits import MOST_BRANCHING, MOST_DEPTH, MOST_NGRAM, MOST_NODES
 from eaglejax.drafts.limits import check_count as check_size
 from eaglejax.drafts.places import draft_path
+from eaglejax.engine_keys import METHODS_ELSEWHERE
 from eaglejax.errors import ConfigError
 from eaglejax.naming import known_name
 
@@ -33,7 +34,7 @@ class Method:
     ``settings``: the keys of a SpeculativeConfig that it knows, ``model`` apart. ``build`` makes the proposer
     of a checked config; None is plain autoregressive decoding. ``check``: refuses settings that cannot be.
     ``takes_draft``: a draft can be named, ``needs_draft``: it must be. ``reads_prediction``: it drafts
-    from predictions.
+    from predictions. ``draws``: where rows are sampled its drafts are drawn, whatever ``draft_sample`` says.
     """
 
     settings: tuple[str, ...]
@@ -42,6 +43,7 @@ class Method:
     takes_draft: bool = False
     needs_draft: bool = False
     reads_prediction: bool = False
+    draws: bool = False
 
 
 def _settings_as(**names: str) -> Callable[[SpeculativeConfig], dict[str, Any]]:
@@ -90,7 +92,7 @@ def _suffix(config: SpeculativeConfig) -> ej.Suffix:
 
 def _cascade(target: ej.Target, config: SpeculativeConfig) -> ej.Bound:
     parts = [proposer_from(target, part) for part in config.parts or ()]
-    return ej.cascade(*parts, **_settings_as(tree_nodes="size")(config))
+    return ej.cascade(*parts, **_settings_as(tree_nodes="size", tree_branching="branches")(config))
 
 
 def _check_cascade(config: SpeculativeConfig) -> None:
@@ -104,6 +106,8 @@ def _check_cascade(config: SpeculativeConfig) -> None:
         name = method_name(part.method)
         if name in ("ar", "cascade") or METHODS[name].reads_prediction:
             raise ConfigError(f"method {part.method!r} cannot be a part of a cascade on the command line")
+        if wrong := [key for key in _OF_DECODING if getattr(part, key) is not None]:
+            raise ConfigError(f"{wrong[0]} is said of a cascade as a whole, not of its part {part.method!r}")
 
 
 def _check_sizes(**most: int) -> Callable[[SpeculativeConfig], None]:
@@ -141,7 +145,7 @@ _WITHOUT_DRAFT: dict[str, Method] = {
         _check_sizes(num_speculative_tokens=MOST_DEPTH),
         reads_prediction=True,
     ),
-    "cascade": Method(("parts", "tree_nodes"), _cascade, _check_cascade),
+    "cascade": Method(("parts", "tree_nodes", "tree_branching"), _cascade, _check_cascade),
 }
 
 
@@ -158,7 +162,14 @@ def _of_family(name: str) -> Method:
         show.print_notes_once(str(model), file.path, file.notes)
         return family.load(file, target, dtype=target.dtype, draft=model, **options)
 
-    return Method(method.settings, build, method.check, takes_draft=True, needs_draft=not method.in_target)
+    return Method(
+        method.settings,
+        build,
+        method.check,
+        takes_draft=True,
+        needs_draft=not method.in_target,
+        draws=method.draws,
+    )
 
 
 def draft_reading(aux_convention: AuxConvention, aux: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -199,8 +210,10 @@ ALIASES = {
     **dict.fromkeys(("peagle", "p_eagle"), "eagle3"),
     **dict.fromkeys(
         (
-            *("deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
-            *("qwen3_5_mtp", "ernie_mtp", "longcat_flash_mtp"),
+            *("deepseek_mtp", "mimo_mtp", "mimo_v2_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "glm_ocr_mtp"),
+            *("qwen3_next_mtp", "qwen3_5_mtp", "ernie_mtp", "longcat_flash_mtp", "nemotron_h_mtp"),
+            *("exaone_moe_mtp", "exaone4_5_mtp", "minimax_m3_mtp", "bailing_hybrid_mtp", "step3p5_mtp"),
+            *("pangu_ultra_moe_mtp", "hy_v3_mtp", "gemma4_mtp", "inkling_mtp"),
         ),
         "mtp",
     ),
@@ -210,10 +223,12 @@ ALIASES = {
 
 def method_name(name: str) -> str:
     """How the method of that name is called here, whatever its case and hyphens; raises ConfigError, with the
-    names there are."""
+    reason for one of another engine, and with the names there are."""
     known = known_name(name, METHODS, ALIASES)
     if known is None:
-        raise ConfigError(f"method {name!r} is not known; methods are {', '.join(METHODS)}")
+        elsewhere = known_name(name, METHODS_ELSEWHERE)
+        why = "is not known" if elsewhere is None else f"is not run here: {METHODS_ELSEWHERE[elsewhere]}"
+        raise ConfigError(f"method {name!r} {why}; methods are {', '.join(METHODS)}")
     return known
 
 
@@ -267,9 +282,14 @@ def check_config(config: SpeculativeConfig) -> None:
     """Refuse what can be refused before a model is loaded. Raises ConfigError, and CheckpointError for a
     draft that is not there."""
     method = method_named(config.method)
-    for key in config.given():
-        if key != "model" and key not in method.settings:
+    for key, value in config.given().items():
+        # What it does in any case may be said.
+        if key == "draft_sample" and key not in method.settings and value is method.draws:
+            continue
+        if key not in ("model", *_OF_DECODING) and key not in method.settings:
             raise ConfigError(f"method {config.method!r} has no setting {key!r}; it has {_settings(method)}")
+    _check_decoding(config, method)
+    config = _scheduled(config)
     if config.model is not None and not method.takes_draft:
         raise ConfigError(f"method {config.method!r} uses no draft, but {config.model!r} is given as one")
     if config.model is None and method.needs_draft:
@@ -277,6 +297,75 @@ def check_config(config: SpeculativeConfig) -> None:
     method.check(config)
     if config.model is not None:
         draft_path(config.model)
+
+
+_OF_DECODING = ("verification", "num_speculative_tokens_per_batch_size")
+"""Settings of how drafts are judged, whoever makes them."""
+_OF_TREES = ("speculative_token_tree", "tree_depth", "tree_branching", "tree_nodes")
+
+
+def _check_decoding(config: SpeculativeConfig, method: Method) -> None:
+    """Refuse what cannot be judged as the config asks."""
+    if config.verification not in (None, "token", "block"):
+        raise ConfigError(f"verification is {config.verification!r}; it is 'token' or 'block'")
+    if config.num_speculative_tokens_per_batch_size is None:
+        return
+    key = "num_speculative_tokens_per_batch_size"
+    if "num_speculative_tokens" not in method.settings:
+        raise ConfigError(f"method {config.method!r} has no number of drafts that {key} could choose")
+    trees = [name for name in _OF_TREES if getattr(config, name) is not None]
+    if trees:
+        raise ConfigError(f"{key} counts the drafts of a chain, and {trees[0]} asks for a tree; give one")
+
+
+def _scheduled(config: SpeculativeConfig) -> SpeculativeConfig:
+    """Where numbers of drafts are named by batch size alone, the most of them are what is drafted."""
+    ranges = config.num_speculative_tokens_per_batch_size
+    if ranges is None or config.num_speculative_tokens is not None:
+        return config
+    return dataclasses.replace(config, num_speculative_tokens=max(drafts for *_, drafts in ranges))
+
+
+def decoding(
+    config: SpeculativeConfig,
+    *,
+    sampled: bool = False,
+    verification: str | None = None,
+    speculation: str | None = None,
+) -> dict[str, Any]:
+    """Options of ``generate`` that a config asks for. ``verification``, ``speculation``: what options ask
+    for; ``sampled``: whether rows are. Raises ConfigError where these contradict the config, and for drafts
+    that are drawn by numbers that follow the batch: a seed would give another text in another batch."""
+    if None not in (verification, config.verification) and verification != config.verification:
+        raise ConfigError(
+            f"--verification says {verification!r}, --speculative-config says {config.verification!r}"
+        )
+    out: dict[str, Any] = given(verification=verification or config.verification)
+    ranges = config.num_speculative_tokens_per_batch_size
+    if ranges is None:
+        return out
+    if speculation == "adaptive":
+        raise ConfigError(
+            "--speculation adaptive chooses how many drafts are judged, and so does "
+            "num_speculative_tokens_per_batch_size; give one"
+        )
+    if sampled and (config.draft_sample or method_named(config.method).draws):
+        raise ConfigError(
+            "num_speculative_tokens_per_batch_size beside a temperature needs drafts that are not drawn "
+            f"(method {config.method!r} draws them): a seed would give another text in another batch"
+        )
+    from eaglejax.speculate.by_batch import ByBatch
+
+    policy = ByBatch(ranges)
+    return out | {"policy": policy, "widths": policy.widths, "speculation": "fixed"}
+
+
+def check_plain_decoding(config: SpeculativeConfig, command: str) -> None:
+    """For a command that judges whole drafts token by token. Raises ConfigError where a config asks for
+    another way."""
+    asked = [name for name, value in decoding(config).items() if value != "token"]
+    if asked:
+        raise ConfigError(f"{command} judges whole drafts token by token; {asked[0]} cannot be set for it")
 
 
 def _settings(method: Method) -> str:
@@ -356,4 +445,4 @@ def token_names(names: Sequence[str]) -> list[int | str]:
 
 def proposer_from(target: ej.Target, config: SpeculativeConfig) -> Any:
     """The proposer of a checked config, bound to its weights where it has any; None for plain decoding."""
-    return method_named(config.method).build(target, config)
+    return method_named(config.method).build(target, _scheduled(config))

@@ -162,12 +162,14 @@ class Parity:
         return self._print(report, failed=failed)
 
     def _config(self) -> SpeculativeConfig:
-        return methods.speculation(
+        config = methods.speculation(
             self.speculative_config,
             draft=self.draft,
             default="eagle",
             aux_convention=self.aux_convention,
         )
+        methods.check_plain_decoding(config, "parity")
+        return config
 
     @contextlib.contextmanager
     def _recorder(self, target: ej.Target, sides: tuple[Any, Any]) -> Iterator[Any]:

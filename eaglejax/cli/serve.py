@@ -69,6 +69,7 @@ class Serve:
             if not 0 < value < 1e9:
                 raise ConfigError(f"{option} is {value}; it must be a positive number of seconds")
         config = methods.speculation(self.speculative_config, method=self.method, draft=self.draft)
+        methods.check_plain_decoding(config, "serve")
         target = methods.load_target(
             self.target, dtype=self.dtype, quant=self.quant, kv_cache_dtype=self.kv_cache_dtype
         )

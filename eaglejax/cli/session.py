@@ -66,8 +66,8 @@ class Session:
     Methods take turns prompt by prompt, so that a change in the machine's load meets all of them. Plain
     decoding goes first, and its answers are what later turns of a conversation see, so that all methods are
     asked the same. Every run is greedy, alone in its batch, and timed without compilation. ``decoding``:
-    other fields of ``DecodeOptions``. ``view``: called with a method's name before its run; what it returns
-    sees the text.
+    other fields of ``DecodeOptions``; ``own``: those of single methods, which go before. ``view``: called
+    with a method's name before its run; what it returns sees the text.
     """
 
     def __init__(
@@ -78,10 +78,11 @@ class Session:
         variables: Mapping[str, Any] | None = None,
         rounds_a_chunk: int = ROUNDS_A_CHUNK,
         decoding: Mapping[str, Any] | None = None,
+        own: Mapping[str, Mapping[str, Any]] | None = None,
         view: Callable[[str], Callable[[str], None]] | None = None,
     ) -> None:
         self._options = {"max_new_tokens": max_new_tokens, "rounds_a_chunk": rounds_a_chunk}
-        self._decoding = dict(decoding or {})
+        self._decoding, self._own = dict(decoding or {}), dict(own or {})
         self._chat, self._variables = chat, variables
         self._view = view
         self._asked: list[tuple[tuple[int, ...], str | None]] = []  # prompt and prediction
@@ -130,7 +131,7 @@ class Session:
                     proposer=proposers[name],
                     prediction=row.predictions[turn] if methods.METHODS[name].reads_prediction else None,
                     **self._options,
-                    **self._decoding,
+                    **{**self._decoding, **self._own.get(name, {})},
                 )
                 for name in proposers
             }

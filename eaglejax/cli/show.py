@@ -151,6 +151,25 @@ def print_widths(rows: Rows) -> None:
             print_note(f"rounds of {name}: {', '.join(parts)}")
 
 
+def print_vllm(rows: Rows) -> None:
+    """The line that vLLM logs, one a name that drafted; tools that read its logs find it here too."""
+    for name, row in rows:
+        found = row.get("vllm")
+        if found is None:
+            continue
+        rates = ", ".join(f"{rate:.3f}" for rate in found["per_position_acceptance_rate"])
+        print_note(
+            f"{name}: SpecDecoding metrics: "
+            f"Mean acceptance length: {found['mean_acceptance_length']:.2f}, "
+            f"Accepted throughput: {found['accepted_throughput']:.2f} tokens/s, "
+            f"Drafted throughput: {found['drafted_throughput']:.2f} tokens/s, "
+            f"Accepted: {found['vllm:spec_decode_num_accepted_tokens']} tokens, "
+            f"Drafted: {found['vllm:spec_decode_num_draft_tokens']} tokens, "
+            f"Per-position acceptance rate: {rates}, "
+            f"Avg Draft acceptance rate: {found['draft_acceptance_rate']:.1%}"
+        )
+
+
 def profile_table(title: str, rows: Rows) -> rich.table.Table:
     """Shares of a round, one row a method that has a ``profile``."""
     table = rich.table.Table(title=title, title_justify="left")

@@ -92,6 +92,7 @@ class DraftFamily(abc.ABC):
     gives. ``methods`` by name, ``default`` is the one that a draft alone asks for. ``reading``: options of
     ``load_draft`` that say how files are to be understood; the others are the proposer's. ``forms``: those
     that ``write`` knows. ``probe``: what a diagnosis measures it with, None where there is no way.
+    ``alone``: it takes nothing from its target, so that no rotation of one concerns it.
     """
 
     name: ClassVar[str]
@@ -102,6 +103,7 @@ class DraftFamily(abc.ABC):
     reading: ClassVar[tuple[str, ...]] = ()
     forms: ClassVar[tuple[str, ...]] = ()
     probe: ClassVar[Probe | None] = None
+    alone: ClassVar[bool] = False
 
     def declared(self, raw: Mapping[str, Any]) -> str | None:
         """What in config.json says that a draft is of this family, None where nothing does."""
@@ -127,6 +129,11 @@ class DraftFamily(abc.ABC):
     def make(self, config: Any, options: Mapping[str, Any]) -> Any:
         """The proposer of a configuration and its options."""
         return self.proposer(config, **options)
+
+    def reach(self, config: Any, length: int) -> int:
+        """Drafts of the longest chain of up to ``length`` that a draft of ``config`` can make."""
+        del config
+        return length
 
     def own_embedding(self, params: Any) -> Any:
         """The embedding that the draft ships, None where it borrows the target's."""

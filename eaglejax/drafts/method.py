@@ -19,10 +19,12 @@ class DraftMethod:
 
     ``settings``: the keys of a SpeculativeConfig that it knows, ``model`` apart. ``options``: what these are
     as options of ``load_draft``. ``check``: refuses settings that cannot be, before anything is loaded.
-    ``in_target``: without a model, the draft is among the target's own files.
+    ``in_target``: without a model, the draft is among the target's own files. ``draws``: sampled rows draw
+    its drafts, always.
     """
 
     settings: tuple[str, ...]
     options: Callable[[SpeculativeConfig], dict[str, Any]]
     check: Callable[[SpeculativeConfig], None] = lambda config: None
     in_target: bool = False
+    draws: bool = False

@@ -107,9 +107,9 @@ class Acceptance:
 
 
 def acceptance(drafted: np.ndarray, texts: Texts, ids: np.ndarray | None) -> Acceptance:
-    """Of draft ids [steps, B, T - 1], whose target ids are ``ids`` (None: the same)."""
+    """Of draft ids [steps, B, T - 1], whose target ids are ``ids`` (None: the same); -1 is no guess."""
     steps = drafted.shape[0]
-    target_ids = drafted if ids is None else np.asarray(ids)[drafted]
+    target_ids = drafted if ids is None else np.where(drafted < 0, -1, np.asarray(ids)[drafted])
     where = texts.starts(steps)[:, :-1]
     if not where.any():
         raise RequestError(f"no answer is longer than {steps + 1} tokens; nothing can be measured on them")

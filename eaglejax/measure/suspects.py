@@ -65,9 +65,7 @@ def tokenizer(target: Target, file: Any) -> Finding:
         lacking = (
             "the target has no tokenizer" if target.tokenizer is None else "the draft's folder ships none"
         )
-        return Finding(
-            "tokenizer", "unknown", f"{lacking}; both count {file.config.vocab_size} ids, which proves little"
-        )
+        return Finding("tokenizer", "unknown", f"{lacking}: that ids mean the same tokens is not known")
     if own.hash == target.tokenizer.hash:
         return Finding("tokenizer", "pass", f"both are {own.hash[:12]}")
     a, b = ({i: t for t, i in x.backend.get_vocab().items()} for x in (own, target.tokenizer))

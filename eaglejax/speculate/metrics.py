@@ -105,6 +105,25 @@ class Stats:
         later = self.num_tokens - self.rows
         return 1e3 * (self.seconds - self.first_seconds) / later if later > 0 else 0.0
 
+    @property
+    def vllm(self) -> dict[str, Any] | None:
+        """The same counts under the names of vLLM's metrics, and what its log line derives from them: per
+        round with a draft, where tau and the acceptance above are per target forward. None where nothing was
+        drafted."""
+        if not self.num_drafts:
+            return None
+        return {
+            "vllm:spec_decode_num_drafts": self.num_drafts,
+            "vllm:spec_decode_num_draft_tokens": self.num_draft_tokens,
+            "vllm:spec_decode_num_accepted_tokens": self.num_accepted_tokens,
+            "vllm:spec_decode_num_accepted_tokens_per_pos": list(self.accepted_at),
+            "mean_acceptance_length": 1 + self.num_accepted_tokens / self.num_drafts,
+            "accepted_throughput": self.num_accepted_tokens / self.seconds if self.seconds > 0 else 0.0,
+            "drafted_throughput": self.num_draft_tokens / self.seconds if self.seconds > 0 else 0.0,
+            "per_position_acceptance_rate": [n / self.num_drafts for n in self.accepted_at],
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+        }
+
     def to_json(self) -> dict[str, Any]:
         """The fields that every command prints."""
         return {
@@ -123,6 +142,7 @@ class Stats:
             "predicted_speedup": self.predicted_speedup,
             "ttft_ms": self.ttft_ms,
             "tpot_ms": self.tpot_ms,
+            "vllm": self.vllm,
         }
 
 

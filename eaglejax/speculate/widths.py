@@ -92,7 +92,8 @@ class Judged:
     """What became of a round, for a policy to learn from; arrays [B, N], best node first.
 
     ``drafted`` [] bool: whether anything was drafted. ``width`` [] int32: nodes that were judged. ``scores``
-    f32 of the nodes (see :func:`rank`), 0 in rows that are done; ``depths`` int32; ``judged`` bool: real
+    f32 of the nodes (see :func:`rank`), 0 in rows that are done, of roots alone where nothing was drafted;
+    ``depths`` int32; ``judged`` bool: real
     drafts that the target has scored (the root is none, nor is anything of a row that was done);
     ``accepted`` bool: those that it kept.
     """

@@ -159,8 +159,9 @@ def edited(proposer: Prediction, layers: Layers, small: bool, texts: Rows, turn:
 
 
 def mixed_parts(target: Target) -> Cascade:
-    """A lookup beside a network, of whose nodes not all find room."""
-    return Cascade((NGram(3, 3, 1), Eagle(eagle_config(3, target, 1), DynamicTree(3, 3, 8))), size=8)
+    """A lookup beside a network and behind it, of whose nodes not all find room."""
+    parts = (NGram(3, 3, 1), Eagle(eagle_config(3, target, 1), DynamicTree(3, 3, 8)))
+    return Cascade(parts, size=9, branches=2)
 
 
 def of_parts(proposer: Cascade, layers: Layers, small: bool, texts: Rows, turn: int) -> Any:

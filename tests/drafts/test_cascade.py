@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,10 @@ from draft_tools import first_proposal, observation, pad, predicting, propose
 from test_continuations import paths
 
 import eaglejax as ej
-from eaglejax.drafts.base import Draft, Proposal
-from eaglejax.drafts.cascade.merge import merge, pooled, right
+from eaglejax.drafts.base import Draft, Needs, Proposal
+from eaglejax.drafts.cascade.extend import extended, open_branches
+from eaglejax.drafts.cascade.extend import paths as text_of
+from eaglejax.drafts.cascade.merge import distinct, merge, pooled, right
 from eaglejax.drafts.cascade.proposer import Cascade, cascade
 from eaglejax.drafts.draft_model.proposer import DraftModel
 from eaglejax.drafts.ngram import NGram
@@ -92,6 +95,65 @@ def test_a_merged_tree_has_every_path_once_at_its_best_chance() -> None:
     assert shared > 5
 
 
+def test_the_merged_tree_expects_no_fewer_tokens_than_its_best_part() -> None:
+    """With chances that are right, at every size: of each part alone, cut to it, and of the first stage."""
+    rng = np.random.default_rng(4)
+    rows, vocab, most = 30, 3, 9
+    drafts = [random_draft(rng, rows, n, vocab) for n in (9, 6, 7)]
+    pool = pooled(drafts)
+    deepest = max(d.max_depth for d in drafts)
+    found = distinct(pool, pool.chance, deepest)
+    nodes, open_ = open_branches(found, 4)
+    # Behind every open branch a lookup that is right with known chances.
+    behind = [random_draft(rng, rows * 4, 4, vocab)]
+    longer = extended(pool, nodes, open_, behind, len(drafts))
+    reach = deepest + behind[0].max_depth
+    root, more = jnp.full(rows, 9), 0
+    for size in (2, 5, most):
+        expected = np.asarray(merge(root, pool, pool.chance, nodes=size, depth=deepest).cut_score).sum(1)
+        for draft in drafts:
+            score = np.where(np.asarray(draft.valid), np.asarray(draft.cut_score), 0.0)
+            assert (expected >= np.sort(score, axis=1)[:, -size:].sum(1) - 1e-5).all()
+        staged = np.asarray(merge(root, longer, longer.chance, nodes=size, depth=reach).cut_score).sum(1)
+        assert (staged >= expected - 1e-5).all()
+        more += int((staged > expected + 1e-3).sum())
+    assert more > 10, "the second stage never helped"
+
+
+def test_branches_are_gone_on_with_where_most_is_left_open() -> None:
+    """Against the same written out: what a node's path is worth less what its children claim of it."""
+    rng = np.random.default_rng(7)
+    drafts = [random_draft(rng, 12, 7, 3), random_draft(rng, 12, 6, 3)]
+    pool = pooled(drafts)
+    deepest = max(d.max_depth for d in drafts)
+    found = distinct(pool, pool.chance, deepest)
+    nodes, chance = open_branches(found, 3)
+    reached = np.asarray(text_of(pool, nodes, deepest))
+    for row in range(12):
+        whole = paths(merge(jnp.full(12, 9), pool, pool.chance, nodes=12, depth=deepest), row)
+        left = {p: c - sum(d for q, d in whole.items() if q[:-1] == p) for p, c in whole.items()}
+        best = sorted((max(x, 0.0) for x in left.values()), reverse=True)[:3]
+        np.testing.assert_allclose(np.asarray(chance)[row], [*best, 0.0, 0.0][:3], atol=1e-5)
+        for place, c in enumerate(np.asarray(chance)[row]):
+            if c > 1e-6:
+                size = int(np.asarray(pool.depth)[row, int(nodes[row, place])])
+                path = tuple(reached[row, place, :size].tolist())
+                np.testing.assert_allclose(c, left[path], atol=1e-5)
+                assert not reached[row, place, size:].any()
+
+
+def test_a_lookup_goes_on_behind_what_another_part_guessed() -> None:
+    """The prediction says 7, 8, and the row has gone on from 7, 8 before: that is drafted behind it."""
+    text = [7, 8, 4, 5, 1, 2, 3]
+    for branches, want in ((0, (7, 8)), (2, (7, 8, 4, 5))):
+        proposer = Cascade((Prediction(length=2), NGram(length=2, max_ngram=2)), branches=branches)
+        brought = proposer.inputs(predicting([[1, 2, 3, 7, 8]]), 1)
+        found = paths(first_proposal(proposer, None, [text], CAPACITY, brought))
+        assert max(found, key=len) == want
+        assert proposer.depth == 2 + 2 * bool(branches)
+        assert proposer.nodes == 5 + 8 * bool(branches)
+
+
 def test_what_came_is_judged_as_far_as_it_is_known() -> None:
     pool = pooled([random_draft(np.random.default_rng(1), 1, 9, 2)])
     tokens, parent, depth, valid = (
@@ -154,6 +216,15 @@ def test_it_takes_no_fewer_tokens_a_round_than_its_parts() -> None:
     assert sum(together) <= min(map(sum, alone))
 
 
+@dataclasses.dataclass(frozen=True)
+class Tapped(NGram):
+    """A lookup that also reads the target."""
+
+    @property
+    def needs(self):
+        return Needs((0,))
+
+
 def copy_of(proposer, text):
     """Another store with the same text: what one run learns must not help the next."""
     other = Suffix(window=256)
@@ -180,6 +251,10 @@ def test_refuses_parts_that_draw_or_take_all_for_their_own() -> None:
         Cascade((NGram(), DraftModel(target.config)))
     with pytest.raises(ConfigError, match="a part of a cascade is 'ngram'"):
         cascade("ngram", NGram())
+    with pytest.raises(ConfigError, match="none can go on behind another's guesses"):
+        Cascade((Tapped(), Tapped()), branches=2)
+    with pytest.raises(ConfigError, match="branches is -1"):
+        Cascade((NGram(), Suffix()), branches=-1)
     with pytest.raises(ConfigError, match="which counts the root, is 1"):
         Cascade((NGram(), Suffix()), size=1)
     with pytest.raises(ConfigError, match="predictions are given"):

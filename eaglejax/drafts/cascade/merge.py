@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -33,24 +34,30 @@ def pooled(drafts: Sequence[Draft]) -> Pool:
     """The pool of ``drafts``."""
     parts, first = [], 0
     for number, draft in enumerate(drafts):
-        if draft.cut_score is None:
-            chance = jnp.full(draft.tokens.shape, -1.0)
-        else:
-            above = jnp.take_along_axis(draft.cut_score, draft.parent, axis=1)
-            chance = jnp.where(above > 0, draft.cut_score / jnp.where(above > 0, above, 1.0), 0.0)
         parent = jnp.where(draft.parent > 0, draft.parent - 1 + first, -1)
-        fields = (draft.tokens, parent, draft.depth, draft.valid, jnp.full_like(parent, number), chance)
-        parts.append([x[:, 1:] for x in fields])
+        fields = (draft.tokens, parent, draft.depth, draft.valid, jnp.full_like(parent, number))
+        parts.append([x[:, 1:] for x in (*fields, said(draft))])
         first += draft.tokens.shape[1] - 1
-    tokens, parent, depth, valid, source, chance = (
-        jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)
-    )
-    # A node of one draft may come to hang below one of another, so that all of a depth stand before the next.
-    order = jnp.argsort(depth, axis=1, stable=True)
+    return by_depth(Pool(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))))
+
+
+def said(draft: Draft) -> jax.Array:
+    """[B, N] f32: what a draft says of its nodes, given their parents; -1 where it says nothing."""
+    if draft.cut_score is None:
+        return jnp.full(draft.tokens.shape, -1.0)
+    above = jnp.take_along_axis(draft.cut_score, draft.parent, axis=1)
+    return jnp.where(above > 0, draft.cut_score / jnp.where(above > 0, above, 1.0), 0.0)
+
+
+def by_depth(pool: Pool) -> Pool:
+    """A pool in the order of its nodes' depths: one of a draft may come to hang below one of another, so that
+    all of a depth stand before the next."""
+    order = jnp.argsort(pool.depth, axis=1, stable=True)
     place = jnp.argsort(order, axis=1)
-    moved = jnp.where(parent < 0, -1, jnp.take_along_axis(place, jnp.maximum(parent, 0), axis=1))
-    fields = (tokens, moved, depth, valid, source, chance)
-    return Pool(*(jnp.take_along_axis(x, order, axis=1) for x in fields))
+    moved = jnp.where(pool.parent < 0, -1, jnp.take_along_axis(place, jnp.maximum(pool.parent, 0), axis=1))
+    return jax.tree.map(
+        lambda x: jnp.take_along_axis(x, order, axis=1), dataclasses.replace(pool, parent=moved)
+    )
 
 
 def right(pool: Pool, truth: jax.Array, known: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -70,18 +77,27 @@ def right(pool: Pool, truth: jax.Array, known: jax.Array) -> tuple[jax.Array, ja
     return says & whole, judged
 
 
-def merge(root: jax.Array, pool: Pool, chance: jax.Array, *, nodes: int, depth: int) -> Draft:
-    """The ``nodes`` - 1 nodes with the best chance, as one tree below ``root`` [B] int32.
+@pytree.dataclass
+class Distinct:
+    """A pool's nodes that say the same behind the same text as one: of each [B, M], whether it is the
+    ``first`` of its like, how likely its whole ``path`` is by the best that any of them says (0 for those
+    that are not first), and its ``parent``'s first, counted from 1 (0: the root)."""
 
-    ``chance`` [B, M] f32: that a node is accepted once its parent is. Of nodes that say the same behind the
-    same text the best chance counts. ``depth``: of the deepest node.
-    """
-    batch, many = pool.tokens.shape
+    first: jax.Array
+    path: jax.Array
+    parent: jax.Array
+
+
+def distinct(pool: Pool, chance: jax.Array, depth: int) -> Distinct:
+    """``chance`` [B, M] f32: that a node is accepted once its parent is. ``depth``: of the deepest node that
+    counts."""
+    many = pool.tokens.shape[1]
+    pool = dataclasses.replace(pool, valid=pool.valid & (pool.depth <= depth))
     alike = (pool.tokens[:, :, None] == pool.tokens[:, None]) & (
         pool.depth[:, :, None] == pool.depth[:, None]
     )
     alike &= pool.valid[:, :, None] & pool.valid[:, None]
-    rows, above = jnp.arange(batch)[:, None, None], jnp.maximum(pool.parent, 0)
+    rows, above = jnp.arange(pool.tokens.shape[0])[:, None, None], jnp.maximum(pool.parent, 0)
     tops = (pool.parent < 0)[:, :, None] & (pool.parent < 0)[:, None]
     both = (pool.parent >= 0)[:, :, None] & (pool.parent >= 0)[:, None]
     same = alike & tops
@@ -94,9 +110,20 @@ def merge(root: jax.Array, pool: Pool, chance: jax.Array, *, nodes: int, depth: 
         best = jnp.max(jnp.where(same, (own_chance * path)[:, None], 0.0), axis=2)
     first = jnp.argmax(same, axis=2)
     own = pool.valid & (first == jnp.arange(many))
-    parents = jnp.where(pool.parent < 0, 0, 1 + jnp.take_along_axis(first, above, axis=1))
-    chosen, parent = rerank(jnp.where(own, best, 0.0), parents, nodes)
-    score = jnp.take_along_axis(jnp.where(own, best, 0.0), chosen, axis=1)
+    parent = jnp.where(pool.parent < 0, 0, 1 + jnp.take_along_axis(first, above, axis=1))
+    return Distinct(own, jnp.where(own, best, 0.0), parent)
+
+
+def merge(root: jax.Array, pool: Pool, chance: jax.Array, *, nodes: int, depth: int) -> Draft:
+    """The ``nodes`` - 1 nodes with the best chance, as one tree below ``root`` [B] int32.
+
+    ``chance``, ``depth``: see :func:`distinct`. No path's chance exceeds its parent's, so that these are the
+    tree of that size with the most tokens expected, if the chances are right: never fewer than any one draft
+    of the pool, cut to that size, has.
+    """
+    batch, found = pool.tokens.shape[0], distinct(pool, chance, depth)
+    chosen, parent = rerank(found.path, found.parent, nodes)
+    score = jnp.take_along_axis(found.path, chosen, axis=1)
     valid = score > 0
 
     def with_root(x: jax.Array, at_root: jax.Array | float) -> jax.Array:

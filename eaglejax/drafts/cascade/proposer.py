@@ -1,5 +1,7 @@
 """A cascade: several proposers draft every round, and one tree of the nodes most likely accepted is judged.
 
+Where they leave a likely branch open, the parts that read tokens alone go on behind it (``extend``).
+
 What a part says of its nodes is no measure for another part's (an n-gram match says nothing, a network is
 overconfident), so each row keeps count of what came of each part's nodes, by what the part had said of them,
 and goes by that. Counted are all nodes that a part drafted, those too that were not judged.
@@ -16,8 +18,9 @@ import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.drafts.base import Bound, Draft, Needs, Observation, Proposer, Request
-from eaglejax.drafts.cascade.merge import Pool, merge, pooled, right
-from eaglejax.drafts.limits import MOST_NODES, check_count
+from eaglejax.drafts.cascade.extend import Behind, extended, open_branches
+from eaglejax.drafts.cascade.merge import Pool, distinct, merge, pooled, right
+from eaglejax.drafts.limits import MOST_BRANCHING, MOST_NODES, check_count
 from eaglejax.errors import ConfigError
 from eaglejax.sampling import RowSampling
 
@@ -30,9 +33,9 @@ _UNSAID = 0.7  # first guess of a node of which its part says nothing
 
 @pytree.dataclass
 class CascadeState:
-    """``parts``: the states of the parts. ``hits``, ``seen`` [B, P, BINS] f32: nodes that came and nodes that
-    could be judged, fading. ``pool``: the last round's nodes; ``at`` [B] int32: the position of its root, -1
-    before any."""
+    """``parts``: the states of the parts. ``hits``, ``seen`` [B, S, BINS] f32: nodes that came and nodes that
+    could be judged, fading, of each part and then of each that goes on behind others' guesses. ``pool``: the
+    last round's nodes; ``at`` [B] int32: the position of its root, -1 before any."""
 
     parts: tuple[Any, ...]
     hits: jax.Array
@@ -43,16 +46,19 @@ class CascadeState:
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Proposer):
-    """``parts`` draft side by side; at most ``size`` nodes, root included, are judged.
+    """``parts`` draft side by side; at most ``size`` nodes, root included, are judged. ``branches``: how many
+    guesses a round, of those that nothing is drafted behind, are gone on with by the parts that read tokens
+    alone (lookups, predictions); 0: none.
 
     Parts whose drafts are a function of the text alone can be merged (lookups, predictions, networks without
     ``sample``). Raises ConfigError for fewer than two parts, for one that drafts nothing or takes what was
-    committed for its own draft, and for cascades within a cascade; when it first drafts, for a part that
-    draws its drafts.
+    committed for its own draft, for cascades within a cascade, and for branches that no part could go on
+    with; when it first drafts, for a part that draws its drafts.
     """
 
     parts: tuple[Proposer, ...]
     size: int = 24
+    branches: int = 0
 
     def __post_init__(self) -> None:
         if len(self.parts) < 2:
@@ -61,16 +67,40 @@ class Cascade(Proposer):
             if isinstance(part, Cascade) or not part.depth or part.keeps_own_drafts:
                 raise ConfigError(f"{type(part).__name__} cannot be part of a cascade")
         check_count("Cascade: size, which counts the root,", self.size, MOST_NODES, least=2)
+        check_count("Cascade: branches", self.branches, MOST_BRANCHING, least=0)
+        if self.branches and not self.second:
+            raise ConfigError(
+                "no part of the cascade reads tokens alone, as ngram, suffix and prediction do, so none can "
+                "go on behind another's guesses; branches must be 0"
+            )
+
+    @property
+    def second(self) -> tuple[int, ...]:
+        """The parts of the second stage, by their place in ``parts``."""
+        return tuple(i for i, part in enumerate(self.parts) if self.branches and not part.needs.taps)
+
+    @property
+    def pool(self) -> int:
+        """Nodes that are drafted, roots left out."""
+        beside = sum(part.nodes - 1 for part in self.parts)
+        behind = min(self.branches, beside) * sum(self.parts[i].nodes - 1 for i in self.second)
+        return beside + behind
+
+    @property
+    def reach(self) -> int:
+        """Depth of the deepest node that is drafted."""
+        behind = max((self.parts[i].depth for i in self.second), default=0)
+        return max(part.depth for part in self.parts) + behind
 
     @property
     def nodes(self) -> int:
         """N, root included."""
-        return min(self.size, 1 + sum(part.nodes - 1 for part in self.parts))
+        return min(self.size, 1 + self.pool)
 
     @property
     def depth(self) -> int:
         """D."""
-        return min(max(part.depth for part in self.parts), self.nodes - 1)
+        return min(self.reach, self.nodes - 1)
 
     @property
     def chain(self) -> bool:
@@ -114,10 +144,9 @@ class Cascade(Proposer):
             part.init(own, batch=batch, capacity=room, inputs=brought)
             for part, own, brought in zip(self.parts, params, inputs, strict=True)
         )
-        many = sum(part.nodes - 1 for part in self.parts)
-        none = jnp.zeros((batch, many), jnp.int32)
+        none = jnp.zeros((batch, self.pool), jnp.int32)
         empty = Pool(none, none - 1, none + 1, none > 0, none, none.astype(jnp.float32))
-        table = jnp.zeros((batch, len(self.parts), BINS))
+        table = jnp.zeros((batch, len(self.parts) + len(self.second), BINS))
         return CascadeState(states, table, table, empty, jnp.full((batch,), -1, jnp.int32))
 
     def observe(self, params: Any, state: CascadeState, seen: Observation) -> CascadeState:
@@ -130,7 +159,7 @@ class Cascade(Proposer):
             )
             states.append(part.observe(own, memory, dataclasses.replace(seen, features=features)))
         # The tokens behind the drafts' root, which need not be the first that were committed.
-        behind = (state.at - seen.start)[:, None] + jnp.arange(max(part.depth for part in self.parts))
+        behind = (state.at - seen.start)[:, None] + jnp.arange(self.reach)
         width = seen.following.shape[1]
         truth = jnp.take_along_axis(seen.following, jnp.clip(behind, 0, width - 1), axis=1)
         fits = (state.at >= 0) & (state.at >= seen.start) & (state.at < seen.start + seen.count)
@@ -171,15 +200,27 @@ class Cascade(Proposer):
             drafts.append(draft)
             states.append(memory)
         pool = pooled(drafts)
-        bins, row = _bins(pool), jnp.arange(root.shape[0])[:, None]
-        guess = jnp.where(pool.chance < 0, _UNSAID, pool.chance)
-        hits, seen = (table[row, pool.source, bins] for table in (state.hits, state.seen))
-        chance = (hits + _PRIOR * guess) / (seen + _PRIOR)
-        draft = merge(root, pool, chance, nodes=self.nodes, depth=self.depth)
+        if self.second:
+            deepest = max(part.depth for part in self.parts)
+            found = distinct(pool, _chance(state, pool), deepest)
+            nodes, chance = open_branches(found, self.branches)
+            behind = Behind.nodes(root, lengths, pool, nodes, deepest)
+            owned = self._params(params)
+            more = [behind.draft(self.parts[i], owned[i], states[i], rows, keys) for i in self.second]
+            pool = extended(pool, nodes, chance, more, len(self.parts))
+        draft = merge(root, pool, _chance(state, pool), nodes=self.nodes, depth=self.depth)
         return draft, dataclasses.replace(state, parts=tuple(states), pool=pool, at=lengths)
 
     def _params(self, params: Any) -> tuple[Any, ...]:
         return (None,) * len(self.parts) if params is None else params
+
+
+def _chance(state: CascadeState, pool: Pool) -> jax.Array:
+    """[B, M] f32: that each node is accepted once its parent is, by what came of its like."""
+    row = jnp.arange(pool.tokens.shape[0])[:, None]
+    guess = jnp.where(pool.chance < 0, _UNSAID, pool.chance)
+    hits, seen = (table[row, pool.source, _bins(pool)] for table in (state.hits, state.seen))
+    return (hits + _PRIOR * guess) / (seen + _PRIOR)
 
 
 def _bins(pool: Pool) -> jax.Array:
@@ -187,7 +228,7 @@ def _bins(pool: Pool) -> jax.Array:
     return jnp.clip(jnp.where(pool.chance < 0, pool.depth - 1, by_chance), 0, BINS - 1)
 
 
-def cascade(*parts: Proposer | Bound, size: int = 24) -> Bound:
+def cascade(*parts: Proposer | Bound, size: int = 24, branches: int = 0) -> Bound:
     """A :class:`Cascade` of proposers, with weights (what ``load_draft`` returns) or without."""
     bound = [part if isinstance(part, Bound) else Bound(part) for part in parts]
     wrong = [b.proposer for b in bound if not isinstance(b.proposer, Proposer)]
@@ -195,7 +236,7 @@ def cascade(*parts: Proposer | Bound, size: int = 24) -> Bound:
         raise ConfigError(f"a part of a cascade is {wrong[0]!r}; give proposers, or what load_draft returned")
     named = [b.source for b in bound if b.source]
     return Bound(
-        Cascade(tuple(b.proposer for b in bound), size),
+        Cascade(tuple(b.proposer for b in bound), size, branches),
         tuple(b.params for b in bound),
         source=" + ".join(named) or None,
     )

@@ -83,6 +83,10 @@ class DFlashConfig:
                 "borrow the target's embedding or head and must ship its own"
             )
 
+    def reach(self, length: int) -> int:
+        """Drafts of the longest chain of up to ``length``: those of a block."""
+        return min(length, self.block - 1)
+
     @property
     def draft_vocab_size(self) -> int:
         """The target's."""

@@ -68,6 +68,10 @@ class DFlashFamily(DraftFamily):
         config = file.config.fit(target.config)
         return config, join(config, read_weights(file, dtype or target.dtype), target)
 
+    def reach(self, config: DFlashConfig, length: int) -> int:
+        """See ``DFlashConfig.reach``."""
+        return config.reach(length)
+
     def make(self, config: DFlashConfig, options: Mapping[str, Any]) -> DFlash:
         """The whole block as a chain, unless a tree is asked for."""
         return DFlash(config, **{"tree": chain(config.block - 1), **options})

@@ -26,6 +26,7 @@ class DraftModelFamily(DraftFamily):
     file: ClassVar[type] = DraftModelFile
     methods: ClassVar[Mapping[str, DraftMethod]] = METHODS
     default: ClassVar[str] = "draft_model"
+    alone: ClassVar[bool] = True
 
     def shown(self, files: DraftFiles) -> bool:
         """A GGUF file, a quantised folder, or a folder with an embedding, a first layer and a last norm."""

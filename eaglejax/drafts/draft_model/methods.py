@@ -25,6 +25,6 @@ def _check(config: SpeculativeConfig) -> None:
 
 
 METHODS: Mapping[str, DraftMethod] = {
-    "draft_model": DraftMethod(("num_speculative_tokens", "kv_cache_dtype"), _options, _check)
+    "draft_model": DraftMethod(("num_speculative_tokens", "kv_cache_dtype"), _options, _check, draws=True)
 }
 """By name."""

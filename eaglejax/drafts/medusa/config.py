@@ -56,6 +56,10 @@ class MedusaConfig:
         """Whether the heads know only some of the target's tokens."""
         return self.draft_vocab_size < self.vocab_size
 
+    def reach(self, length: int) -> int:
+        """Drafts of the longest chain of up to ``length``: one a head."""
+        return min(length, self.heads)
+
     @property
     def target_hidden_size(self) -> int:
         """Their own."""

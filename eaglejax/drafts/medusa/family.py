@@ -79,6 +79,10 @@ class MedusaFamily(DraftFamily):
         config = fit(file, target.config)
         return config, bind(config, read_weights(file, dtype or target.dtype), target, file.ids)
 
+    def reach(self, config: MedusaConfig, length: int) -> int:
+        """See ``MedusaConfig.reach``."""
+        return config.reach(length)
+
     def make(self, config: MedusaConfig, options: Mapping[str, Any]) -> Medusa:
         """The usual fixed tree, as deep as there are heads, unless a tree is asked for."""
         return Medusa(config, **{"tree": usual_tree(config), **options})

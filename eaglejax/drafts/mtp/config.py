@@ -55,6 +55,10 @@ class MtpConfig:
         """The target's."""
         return self.vocab_size
 
+    def reach(self, length: int) -> int:
+        """Drafts of the longest chain of up to ``length``: beyond the modules a multiple of their number."""
+        return length if length <= self.modules else length - length % self.modules
+
     @property
     def target_hidden_size(self) -> int:
         """Its own."""

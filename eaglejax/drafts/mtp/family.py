@@ -79,6 +79,10 @@ class MtpFamily(DraftFamily):
         """The kind of layer found, weights read, borrowed parts joined."""
         return bind(file, target, dtype or target.dtype)
 
+    def reach(self, config: MtpConfig, length: int) -> int:
+        """See ``MtpConfig.reach``."""
+        return config.reach(length)
+
     def make(self, config: MtpConfig, options: Mapping[str, Any]) -> Mtp:
         """As many drafts in a row as there are modules, unless a tree is asked for."""
         return Mtp(config, **{"tree": chain(config.modules), **options})

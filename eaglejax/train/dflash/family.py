@@ -186,7 +186,7 @@ class DFlashTraining(TrainingFamily):
     ) -> Bound:
         """A greedy ``DFlash`` that grows ``tree``; a chain longer than the block is cut."""
         del ids
-        tree = chain(min(tree.depth, config.block - 1)) if tree.is_chain else tree
+        tree = chain(config.reach(tree.depth)) if tree.is_chain else tree
         own = jax.tree.map(lambda w: jnp.asarray(w, target.dtype), weights)
         return Bound(DFlash(config, tree), join(config, own, target))
 

@@ -181,7 +181,7 @@ class MedusaTraining(TrainingFamily):
         self, config: MedusaConfig, weights: Weights, target: Target, ids: np.ndarray | None, tree: StaticTree
     ) -> Bound:
         """Greedy heads on ``tree``; a chain beyond the last head is cut."""
-        tree = chain(min(tree.depth, config.heads)) if tree.is_chain else tree
+        tree = chain(config.reach(tree.depth)) if tree.is_chain else tree
         own = model.cast(_shipped(weights), config, target.dtype)
         return Bound(Medusa(config, tree), bind(config, own, target, ids))
 

@@ -186,8 +186,7 @@ class MtpTraining(TrainingFamily):
     ) -> Bound:
         """A greedy ``Mtp`` that grows ``tree``; a chain that the modules do not reach evenly is cut."""
         del ids
-        beyond = tree.depth % config.modules if tree.depth > config.modules else 0
-        tree = chain(tree.depth - beyond) if beyond and tree.is_chain else tree
+        tree = chain(config.reach(tree.depth)) if tree.is_chain else tree
         own = model.cast(_shipped(weights), config, target.dtype)
         return Bound(Mtp(config, tree), join(config, own, target))
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from eagle_loop import make_target, target_config
+from rotated_tools import check_rotated
 
 import eaglejax as ej
 from eaglejax.drafts.registry import load_draft
@@ -83,6 +84,8 @@ def test_one_text_is_learnt_to_the_whole_block(loss, tmp_path):
         got = ej.generate(TARGET, PROMPT, proposer=proposer, max_new_tokens=TOKENS - 3, ignore_eos=True)
         assert got.token_ids == answer[: TOKENS - 3]
         assert got.stats.mean_acceptance_length == HEADS + 1
+    if loss == "soft_ce":
+        check_rotated(TARGET, PROMPT, answer, tmp_path / "out", tmp_path / "aligned", "eaglejax")
 
 
 def test_the_loss_is_that_of_a_plain_form():

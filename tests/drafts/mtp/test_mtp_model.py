@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mtp_tools import GROUPED, LATENT, modules_for
+from rotated_tools import check_rotated
 
 import eaglejax as ej
 from eaglejax import sampling
@@ -121,3 +122,5 @@ def test_modules_that_learnt_a_text_are_accepted_whole_on_it(target, modules, tm
     assert out.token_ids == text
     # The prompt's forward gave the first token; every round the whole block and one more.
     assert out.stats.num_drafts == -(-29 // (steps + 1))
+    if modules == 1:
+        check_rotated(target, prompt, text, tmp_path / "it", tmp_path / "aligned", "eaglejax")
