@@ -223,10 +223,10 @@ class SpeculativeConfig:
     drafts instead of taking the likeliest; ``draft_temperature``: at this temperature instead of the row's.
     ``min_confidence``: draft no further below this cumulative probability. ``suffix_decoding_...``: see
     ``Suffix``, without that word. ``parts``: of a cascade. ``aux_convention``: what layer ids in the draft's
-    config count. ``kv_cache_dtype``: format of the draft's keys and values. ``verification``: how drafts are
-    judged, as in ``DecodeOptions`` (vLLM's ``rejection_sample_method``);
-    ``num_speculative_tokens_per_batch_size``: (first, last, drafts) of batch sizes, see ``ByBatch``. None
-    leaves the method's own default.
+    config count. ``kv_cache_dtype``: format of the draft's keys and values. ``draft_quant``: scheme of the
+    draft's own weights. ``verification``: how drafts are judged, as in ``DecodeOptions`` (vLLM's
+    ``rejection_sample_method``); ``num_speculative_tokens_per_batch_size``: (first, last, drafts) of batch
+    sizes, see ``ByBatch``. None leaves the method's own default.
     """
 
     method: str
@@ -243,6 +243,7 @@ class SpeculativeConfig:
     min_confidence: float | None = None
     aux_convention: str | None = None
     kv_cache_dtype: str | None = None
+    draft_quant: str | None = None
     suffix_decoding_max_tree_depth: int | None = None
     suffix_decoding_max_cached_requests: int | None = None
     suffix_decoding_max_spec_factor: float | None = None
@@ -310,6 +311,7 @@ _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "min_confidence": ("a number", _read_float),
     "aux_convention": ("a string", _read_str),
     "kv_cache_dtype": ("a string", _read_str),
+    "draft_quant": ("a string", _read_str),
     "suffix_decoding_max_tree_depth": ("an integer", _read_int),
     "suffix_decoding_max_cached_requests": ("an integer", _read_int),
     "suffix_decoding_max_spec_factor": ("a number", _read_float),

@@ -147,6 +147,7 @@ class DraftFamily(abc.ABC):
         dtype: Any = None,
         align: bool = False,
         draft: str = "",
+        quant: Any = None,
         **options: Any,
     ) -> Bound:
         """A read draft, ready for ``target``; see ``registry.load_draft``."""
@@ -154,6 +155,8 @@ class DraftFamily(abc.ABC):
         embed = self.own_embedding(params)
         if not align:
             check_basis(config, _table(embed), target, draft=draft or str(file.path))
+            if quant is not None:
+                params = self.quantize(params, quant)
             return Bound(self.make(config, options), params, source=draft or str(file.path))
         basis = target.rotation
         if basis is None:
@@ -164,12 +167,22 @@ class DraftFamily(abc.ABC):
         if embed is not None:
             check_rotation(embed, target, basis, whose="the draft's embedding")
         params = self.align(params, config, basis)
+        if quant is not None:
+            params = self.quantize(params, quant)
         config = dataclasses.replace(config, basis=basis.id)
         return Bound(self.make(config, options), params, source=draft or str(file.path))
 
     def align(self, params: Any, config: Any, basis: Any) -> Any:
         """Parameters that read the rotated target as they read the original; see ``align.align_params``."""
         return align_params(params, config, basis)
+
+    def quantize(self, params: Any, quant: Any) -> Any:
+        """Parameters with the draft's own matrices in a scheme, by name or as it is (``draft_scheme``).
+        Raises ConfigError where that cannot be."""
+        del params
+        raise ConfigError(
+            f"the weights of {self.name} drafts stay as they are; quant {quant!r} is for EAGLE's"
+        )
 
     def check(self, bound: Bound, target: Target) -> None:
         """Refuse a draft in another basis than the target's before anything is decoded. Raises

@@ -212,6 +212,7 @@ def load_draft(
     dtype: Any = None,
     method: str = "auto",
     align: bool = False,
+    quant: Any = None,
     **options: Any,
 ) -> Bound:
     """A draft of any family that runs, ready for ``generate(..., proposer=...)``.
@@ -219,11 +220,12 @@ def load_draft(
     ``spec``: a folder or a Hub id, in any published form (see ``docs/eagle.md``), or a smaller model with the
     target's tokenizer. ``dtype``: of its weights (None: the target's). ``method``: refuse a draft that cannot
     run so ("eagle1", "eagle3", "draft_model", ...). ``align``: the draft was made for the original of this
-    rotated target; map what it reads (see ``docs/rotation.md``). ``options``: how its files are to be
-    understood (EAGLE: ``aux_convention``, ``aux``) and the proposer's settings (``Eagle``: tree, sample,
-    temperature, min_confidence, cache_dtype). Raises CheckpointError for a file that is not understood,
-    MismatchError for a draft of another target or in another basis than it, ConfigError for options that
-    cannot be.
+    rotated target; map what it reads (see ``docs/rotation.md``). ``quant``: scheme in which
+    an EAGLE draft's own matrices are held ("w8a8"): what a draft guesses is judged anyhow. ``options``: how
+    its files are to be understood (EAGLE: ``aux_convention``, ``aux``) and the proposer's settings
+    (``Eagle``: tree, sample, temperature, min_confidence, cache_dtype). Raises CheckpointError for a file
+    that is not understood, MismatchError for a draft of another target or in another basis than it,
+    ConfigError for options that cannot be.
     """
     from eaglejax.drafts.files import opened
     from eaglejax.models.target import weight_dtype
@@ -240,6 +242,7 @@ def load_draft(
         dtype=target.dtype if dtype is None else weight_dtype(dtype),
         align=align,
         draft=files.spec,
+        **({} if quant is None else {"quant": quant}),
         **options,
     )
 

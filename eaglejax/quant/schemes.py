@@ -101,6 +101,18 @@ def get_scheme(name: str, group_size: int | None = None, *, asymmetric: bool = F
     return dataclasses.replace(SCHEMES[found], group_size=group_size, asymmetric=asymmetric)
 
 
+def draft_scheme(quant: str | Scheme) -> Scheme:
+    """The scheme of a draft's weights, by name or as it is. Raises ConfigError for one that is not known, and
+    for static activations: nothing calibrates a draft."""
+    scheme = quant if isinstance(quant, Scheme) else get_scheme(quant)
+    if scheme.activation == "static":
+        raise ConfigError(
+            f"a draft's weights cannot be quantised as {scheme.label}, whose activations are calibrated; use "
+            f"one of {', '.join(name for name, s in SCHEMES.items() if s.activation != 'static')}"
+        )
+    return scheme
+
+
 INNER = ".inner"
 """End of the path of a weight that stands inside a wrapper, one that transforms its input first."""
 

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny_draft import EAGLE3, write_eagle
 
@@ -11,9 +14,12 @@ from eaglejax.checkpoint import demo as demo_files
 from eaglejax.cli import methods
 from eaglejax.config import SpeculativeConfig, parse_speculative_config
 from eaglejax.drafts import trees
+from eaglejax.drafts.eagle.model import EagleParams
+from eaglejax.drafts.eagle.quantized import quantize_draft
 from eaglejax.drafts.files import opened
 from eaglejax.drafts.registry import recognise
 from eaglejax.errors import CheckpointError, ConfigError, MismatchError
+from eaglejax.quant.array import QuantArray
 
 F32 = ["--dtype", "float32", "--max-new-tokens", 8]
 
@@ -90,6 +96,37 @@ def test_settings_reach_the_proposer(drafts, model):
     assert trees.STATIC_TREE.nodes == trees.CPU_TREE.nodes == 16
 
 
+def test_a_draft_in_8_bits_is_its_rounded_self_and_leaves_the_text(drafts, model):
+    target = ej.load_target(model, dtype="float32")
+    config = SpeculativeConfig("eagle3", model=drafts["eagle3"], num_speculative_tokens=2)
+    floats = methods.proposer_from(target, config).params
+    bound = methods.proposer_from(target, dataclasses.replace(config, draft_quant="w8a8"))
+    wide, held = _by_path(floats.weights), _by_path(bound.params.weights)
+    packed = {path for path, leaf in held.items() if isinstance(leaf, QuantArray)}
+    assert packed == {path for path, leaf in wide.items() if leaf.ndim > 1 and "embed" not in path}
+    for path, leaf in held.items():
+        step = leaf.scale if path in packed else 0
+        found = leaf.dequantize() if path in packed else leaf
+        assert (jnp.abs(found - wide[path]) <= 0.501 * step).all(), path
+    (plain,) = ej.generate(target, ["abcabc"], max_new_tokens=8)
+    (fast,) = ej.generate(target, ["abcabc"], proposer=bound, max_new_tokens=8)
+    assert fast.token_ids == plain.token_ids
+
+
+def test_rows_of_the_targets_head_are_the_drafts_own_and_a_whole_head_is_not():
+    head, ids = jax.random.normal(jax.random.key(0), (24, 16)), jnp.arange(24)
+    lent = EagleParams({}, head=head, tied=True)
+    assert quantize_draft(lent, "w8a8").head is head
+    rows = quantize_draft(dataclasses.replace(lent, ids=ids), "w8a8").head
+    assert rows.shape == head.shape
+    np.testing.assert_allclose(rows.dequantize(), head, atol=0.02)
+
+
+def _by_path(weights):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(weights, is_leaf=lambda x: isinstance(x, QuantArray))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
 @pytest.mark.parametrize(
     ("written", "name"),
     [
@@ -141,6 +178,8 @@ def test_a_draft_is_loaded_by_any_spelling_of_its_version(drafts, model):
         ({"draft_sample": 1}, "'draft_sample' in the speculative config is true or false"),
         ({"min_confidence": "0.5"}, "'min_confidence' in the speculative config is a number"),
         ({"aux_convention": "layers"}, "one of auto, boundary, block"),
+        ({"draft_quant": "w8a8-static"}, "calibrated; use one of w8a8, w4a8"),
+        ({"draft_quant": "keep"}, "scheme 'keep' is not known"),
         ({"tree_width": 2}, "unknown key 'tree_width'"),
         ({"prompt_lookup_max": 2}, "'eagle' has no setting 'prompt_lookup_max'"),
     ],

@@ -22,6 +22,7 @@ from eaglejax.drafts.eagle.files.write import tensors_of_file, write_draft
 from eaglejax.drafts.eagle.methods import FORM_NAMES, METHODS
 from eaglejax.drafts.eagle.model import EagleParams
 from eaglejax.drafts.eagle.proposer import Eagle
+from eaglejax.drafts.eagle.quantized import quantize_draft
 from eaglejax.drafts.family import DraftFamily
 from eaglejax.drafts.files import DraftFiles
 from eaglejax.drafts.known import class_names, stated_types
@@ -81,6 +82,10 @@ class EagleFamily(DraftFamily):
         """Boundaries filled in, weights read, borrowed parts joined."""
         config = file.config.fit(target.config)
         return config, bind(config, read_weights(file, dtype or target.dtype), target, file.ids)
+
+    def quantize(self, params: EagleParams, quant: Any) -> EagleParams:
+        """See ``quantized``."""
+        return quantize_draft(params, quant)
 
     def own_embedding(self, params: EagleParams) -> Any:
         """The embedding among its weights."""

@@ -17,13 +17,14 @@ FORM_NAMES: tuple[FormName, ...] = get_args(FormName)
 
 _STATIC = ("num_speculative_tokens", "speculative_token_tree", "draft_sample", "draft_temperature")
 _DYNAMIC = ("tree_depth", "tree_branching", "tree_nodes")
-_ANY_TREE = ("min_confidence", "kv_cache_dtype")
+_ANY_TREE = ("min_confidence", "kv_cache_dtype", "draft_quant")
 _EVERY = (*_STATIC, *_DYNAMIC, *_ANY_TREE, "aux_convention")
 _OPTIONS = {
     "draft_sample": "sample",
     "draft_temperature": "temperature",
     "min_confidence": "min_confidence",
     "kv_cache_dtype": "cache_dtype",
+    "draft_quant": "quant",
     "aux_convention": "aux_convention",
 }
 
@@ -45,6 +46,10 @@ def _check(config: SpeculativeConfig) -> None:
         from eaglejax.kv_format import uncalibrated_format
 
         uncalibrated_format(config.kv_cache_dtype)
+    if config.draft_quant is not None:
+        from eaglejax.quant.schemes import draft_scheme
+
+        draft_scheme(config.draft_quant)
     trees.check(config)
 
 
