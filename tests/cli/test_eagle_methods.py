@@ -111,6 +111,8 @@ def test_a_draft_in_8_bits_is_its_rounded_self_and_leaves_the_text(drafts, model
     (plain,) = ej.generate(target, ["abcabc"], max_new_tokens=8)
     (fast,) = ej.generate(target, ["abcabc"], proposer=bound, max_new_tokens=8)
     assert fast.token_ids == plain.token_ids
+    with pytest.raises(ConfigError, match=r"weights of .* drafts stay as they are; quant 'w8a8'"):
+        ej.load_draft(model, target, quant="w8a8")
 
 
 def test_rows_of_the_targets_head_are_the_drafts_own_and_a_whole_head_is_not():

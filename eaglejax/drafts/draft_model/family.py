@@ -47,12 +47,15 @@ class DraftModelFamily(DraftFamily):
         dtype: Any = None,
         align: bool = False,
         draft: str = "",
+        quant: Any = None,
         **options: Any,
     ) -> Bound:
         """See ``load_draft_model``. A whole model reads nothing of its target, so that no rotation concerns
         it."""
         if align:
             raise ConfigError(f"{file.path} holds a whole model, which no rotation of the target concerns")
+        if quant is not None:
+            self.quantize(None, quant)
         return load_draft_model(draft or str(file.path), target, dtype=dtype, **options)
 
     def check(self, bound: Bound, target: Target) -> None:
