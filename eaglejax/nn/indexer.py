@@ -138,6 +138,7 @@ class Indexed:
         fresh = jnp.where(jnp.isfinite(fresh).all(-1, keepdims=True), fresh, 0)
         n = q.shape[1]
         keys = write(self.keys, fresh, at.lengths + (at.visible.slots(n) - n))
+        assert isinstance(keys, jax.Array)
         out, latent = self.latent.attend(q, new, asked.choose(keys, at), spoiled_by=at, **options)
         return out, Indexed(latent, keys)
 
