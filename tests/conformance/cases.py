@@ -361,8 +361,12 @@ QUICK = {("mixed", "turbo3"), ("mixed", "latent"), ("mixed", "recurrent"), ("eag
 """Pairs of a proposer and another kind than the plain one whose state `make test` looks at."""
 
 
-def cases(name: str) -> Iterator[Any]:
+def cases(name: str) -> list[Any]:
     """The product as parameters of the test file ``test_<name>.py``; see the module's text."""
+    return list(_cases(name))
+
+
+def _cases(name: str) -> Iterator[Any]:
     for case in PROPOSERS + JUDGING:
         if name in case.omit:
             continue
