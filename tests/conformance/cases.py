@@ -361,9 +361,20 @@ QUICK = {("mixed", "turbo3"), ("mixed", "latent"), ("mixed", "recurrent"), ("eag
 """Pairs of a proposer and another kind than the plain one whose state `make test` looks at."""
 
 
-def cases(name: str) -> list[Any]:
-    """The product as parameters of the test file ``test_<name>.py``; see the module's text."""
-    return list(_cases(name))
+FEW = ("ngram", "eagle3_tree", "mixed")
+"""Proposers over the plain target whose further tests of a file `make test` runs."""
+
+
+def every(name: str) -> Any:
+    """Parametrises a test of the file ``test_<name>.py`` by the product; see the module's text."""
+    return pytest.mark.parametrize("case", list(_cases(name)))
+
+
+def few(name: str) -> Any:
+    """As ``every``, and all but ``FEW`` are slow."""
+    slow = {"marks": pytest.mark.slow}
+    found = [p if p.id in FEW else pytest.param(*p.values, id=p.id, **slow) for p in _cases(name)]
+    return pytest.mark.parametrize("case", found)
 
 
 def _cases(name: str) -> Iterator[Any]:

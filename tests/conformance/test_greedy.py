@@ -7,8 +7,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import pytest
-from cases import Case, cases
+from cases import Case, every, few
 from loop_tools import (
     BATCH,
     CONTEXT,
@@ -29,8 +28,6 @@ from loop_tools import (
 
 from eaglejax.speculate import rounds
 
-pytestmark = pytest.mark.parametrize("case", cases("greedy"))
-
 Starts = tuple[tuple[int, ...], ...]
 
 
@@ -46,6 +43,7 @@ def check(case: Case, starts: Starts, *, turn: int = 0, **options: Any) -> list[
     return results
 
 
+@every("greedy")
 def test_to_the_end_of_the_context(case: Case) -> None:
     accepted = refused = 0
     for turn in range(4):
@@ -58,6 +56,7 @@ def test_to_the_end_of_the_context(case: Case) -> None:
         assert refused > 20, "drafts that are never refused prove little"
 
 
+@few("greedy")
 def test_end_of_text_at_every_place_of_a_block(case: Case) -> None:
     texts = greedy_texts(prompts(), case.layers)
     for place in range(2 * case.proposer.depth + 3):
@@ -67,6 +66,7 @@ def test_end_of_text_at_every_place_of_a_block(case: Case) -> None:
         check(case, prompts(), turn=place, eos=(answer[place], other if place % 2 else NO_EOS[0]))
 
 
+@few("greedy")
 def test_every_length_limit(case: Case) -> None:
     depth = case.proposer.depth
     check(case, prompts(), limits=[CONTEXT, 0, 1], turn=1)
@@ -74,6 +74,7 @@ def test_every_length_limit(case: Case) -> None:
     check(case, prompts(), limits=[CONTEXT, depth + 1, depth + 2], turn=3)
 
 
+@few("greedy")
 def test_prompts_at_the_limit_of_the_context(case: Case) -> None:
     """A27, A28: no draft stands past the context, and a full prompt is an answer of nothing."""
     depth = case.proposer.depth
@@ -83,6 +84,7 @@ def test_prompts_at_the_limit_of_the_context(case: Case) -> None:
     assert [len(r.token_ids) for r in results] == [0, 1, max(depth, 2)]
 
 
+@few("greedy")
 def test_prompts_shorter_than_a_block(case: Case) -> None:
     """A44: prompts of every length up to a block's and one more, beside each other."""
     rng = np.random.default_rng(8)
@@ -90,6 +92,7 @@ def test_prompts_shorter_than_a_block(case: Case) -> None:
         check(case, tuple(tuple(rng.integers(0, VOCAB, size).tolist()) for size in sizes), turn=1)
 
 
+@few("greedy")
 def test_a_row_alone_in_its_batch(case: Case) -> None:
     texts = greedy_texts(prompts(), case.layers)
     for row, start in enumerate(prompts()):
@@ -99,6 +102,7 @@ def test_a_row_alone_in_its_batch(case: Case) -> None:
         )
 
 
+@few("greedy")
 def test_a_row_that_joins_others_in_the_middle_of_their_texts(case: Case) -> None:
     """Each row in turn comes last, two rounds after the others, over what has gone on in its slot since."""
     texts = greedy_texts(prompts(), case.layers)
@@ -141,6 +145,7 @@ def stop_oracle(answer: list[int], stops: tuple[str, ...]) -> tuple[str, list[in
     return text_of(answer), answer, "length"
 
 
+@few("greedy")
 def test_stop_strings_end_the_text_where_plain_decoding_would(case: Case) -> None:
     """A24: ids, text and books go as far as the text does, wherever in a block the string begins and ends."""
     texts = greedy_texts(prompts(), case.layers)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, PROPOSERS, Case, cases
+from cases import CASES, PROPOSERS, Case, every
 from law_oracle import SIGNIFICANCE, p_value, transform
 from loop_tools import COLD, PLAIN, SMALL_PROMPT, SMALL_VOCAB, Layers, logits_of, penalised, split
 
@@ -128,14 +128,14 @@ def some(case: Case) -> list[str]:
     return [names[(2 * place + i) % len(names)] for i in range(2)]
 
 
-@pytest.mark.parametrize("case", cases("law"))
+@every("law")
 def test_joint_law(case: Case) -> None:
     """Two of the settings."""
     check(case, "token", some(case))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases("law"))
+@every("law")
 def test_joint_law_of_the_other_settings(case: Case) -> None:
     check(case, "token", [name for name in SETTINGS if name not in some(case)])
 

@@ -7,7 +7,7 @@ import collections
 
 import numpy as np
 import pytest
-from cases import Case, cases
+from cases import Case, every
 from loop_tools import (
     CONTEXT,
     GREEDY,
@@ -23,9 +23,8 @@ from loop_tools import (
 
 from eaglejax.speculate import metrics, rounds
 
-pytestmark = pytest.mark.parametrize("case", cases("metrics"))
 
-
+@every("metrics")
 def test_the_books_are_those_of_the_rounds(case: Case) -> None:
     """A25, A86: one row ends by a limit in the middle of a block, one by an end of text, one by the
     context."""

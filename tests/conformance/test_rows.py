@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, Case, cases
+from cases import CASES, Case, every, few
 from loop_tools import (
     BATCH,
     COLD,
@@ -24,8 +24,6 @@ from loop_tools import (
     pad,
     prompts,
 )
-
-pytestmark = pytest.mark.parametrize("case", cases("rows"))
 
 LIMIT = 29
 """Fits behind the longest prompt, and is long enough for every call to pad its caches alike."""
@@ -49,6 +47,7 @@ def tokens(case: Case, order: list[int], settings: list[Any], **options: Any) ->
     return [r.token_ids for r in run(case, order, settings, **options)]
 
 
+@every("rows")
 def test_batch_mates_slots_and_padding_change_nothing(case: Case) -> None:
     settings = [HOT, COLD, WARM]
     together = tokens(case, [0, 1, 2], settings)
@@ -68,6 +67,7 @@ def test_batch_mates_slots_and_padding_change_nothing(case: Case) -> None:
     assert together[1] != beside, "the penalties must matter"
 
 
+@few("rows")
 def test_drafts_that_are_not_drawn_leave_every_draw_alone(case: Case) -> None:
     """Sampled rows write what plain decoding writes with their seeds, whatever is guessed."""
     if case.proposer.draws or not case.layers.exact:
@@ -77,6 +77,7 @@ def test_drafts_that_are_not_drawn_leave_every_draw_alone(case: Case) -> None:
     assert tokens(case, [0, 1, 2], settings) == plain
 
 
+@few("rows")
 def test_seeds_ends_and_stop_strings(case: Case) -> None:
     """Another seed gives another text; an end of text or a stop string cuts the text that it would have been,
     in sampled rows too."""
@@ -96,6 +97,7 @@ def test_seeds_ends_and_stop_strings(case: Case) -> None:
         assert result.token_ids == together[row][: len(result.token_ids)]
 
 
+@few("rows")
 def test_log_probabilities_are_the_targets_for_every_token(case: Case) -> None:
     """A84: accepted, recovered and bonus tokens, before any transform."""
     written = others = 0

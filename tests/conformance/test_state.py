@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from cases import Case, cases, nothing
+from cases import Case, every, nothing
 from loop_tools import (
     BATCH,
     CAPACITY,
@@ -34,8 +33,6 @@ from eaglejax.nn import kv_codec
 from eaglejax.nn.cache import Cache
 from eaglejax.nn.kv_codec import PackedKV
 from eaglejax.speculate import rounds
-
-pytestmark = pytest.mark.parametrize("case", cases("state"))
 
 SETTINGS = (GREEDY, COLD, HOT)
 
@@ -172,6 +169,7 @@ def recomputed(
     return dataclasses.replace(state, cache=fresh.cache, proposer=fresh.proposer)
 
 
+@every("state")
 def test_every_round_leaves_the_state_of_the_committed_text(case: Case) -> None:
     """In the second turn row 0 ends in the middle of a block, keeps its state, and disturbs nobody."""
     target, depth = case.target, case.proposer.depth
