@@ -16,7 +16,7 @@ from eaglejax.drafts.align import check_alignable, final_map, original_head
 from eaglejax.drafts.borrow import head_matrix
 from eaglejax.drafts.family import DraftFamily
 from eaglejax.drafts.files import DraftFiles
-from eaglejax.drafts.known import stated_types
+from eaglejax.drafts.known import class_names, stated_types
 from eaglejax.drafts.medusa import probe
 from eaglejax.drafts.medusa.config import MedusaConfig
 from eaglejax.drafts.medusa.files.load import bind, fit, head_plan, read_weights
@@ -52,12 +52,12 @@ class MedusaFamily(DraftFamily):
         for key, value in stated_types(raw):
             if value.lower() == KIND:
                 return f"{key} {value!r}"
-        for value in raw.get("architectures") or ():
-            if re.search(r"(?i)medusa", str(value)):
+        for value in class_names(raw):
+            if re.search(r"(?i)medusa", value):
                 return f"architectures {value!r}"
         for key in ("medusa_num_heads", "medusa_num_layers"):
             if raw.get(key) is not None:
-                return f"{key} {raw[key]!r}"
+                return f"{key} {raw[key]!r:.80}"
         block = raw.get(KEY)
         return KEY if isinstance(block, Mapping) and block.get("kind") == KIND else None
 

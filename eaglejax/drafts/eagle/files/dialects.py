@@ -164,8 +164,11 @@ def _speculators_config(
 
 def _drafted(source: Mapping[str, Any]) -> int:
     """Tokens that a draft in parallel was trained to guess, where the file that it comes from says so."""
-    methods = (source.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return int(methods[0].get("speculative_tokens") or 3)
+    block = source.get("speculators_config")
+    methods = block.get("proposal_methods") if isinstance(block, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    count = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    return count if isinstance(count, int) and count > 0 else 3
 
 
 def _eaglejax_config(
