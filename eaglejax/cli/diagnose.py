@@ -68,8 +68,9 @@ class Diagnose:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; at least {STEPS + 2} are needed")
         prompts = PROMPTS if self.prompts is None else _texts_of(self.prompts, self.limit)
         draft_path(self.draft)
-        if self.original_target is not None:
-            resolve(self.original_target)
+        for spec in (self.target, self.original_target):
+            if spec is not None:
+                resolve(spec)
         family, file = read_draft(self.draft, **draft_reading(self.aux_convention, self.aux))
         if family.probe is None:
             raise ConfigError(
