@@ -254,7 +254,7 @@ PROPOSERS = [
     Case("ar", lambda target: Autoregressive(), slow=LAW | ROWS),
     Case("ngram", lambda target: NGram(length=4, max_ngram=3)),
     Case("ngram_tree", lambda target: NGram(3, 3, 1, candidates=3, size=7), slow=LAW | ROWS),
-    Case("suffix", suffix, none_predicted, slow=frozenset({"metrics"})),
+    Case("suffix", suffix, none_predicted, slow=ROWS | {"metrics"}),
     Case("prediction", lambda target: Prediction(length=4), edited, committed=False, slow=ROWS),
     Case("draft_model", lambda target: DraftModel(target.config, length=2), itself, slow=LAW),
     Case("other_model", stranger, strange, slow=ROWS | LAW | {"greedy", "metrics"}),
@@ -268,17 +268,17 @@ PROPOSERS = [
     Case("eagle1_dynamic", **eagle(1, DynamicTree(3, 3, 8)), slow=ALL),
     Case("eagle3_chain", **eagle(3, chain(2), sample=True), slow=ALL),
     Case("eagle3_tree", **eagle(3, TREE, 1, sample=True)),
-    Case("eagle3_dynamic", **eagle(3, DynamicTree(3, 3, 8), 1), slow=LAW),
+    Case("eagle3_dynamic", **eagle(3, DynamicTree(3, 3, 8), 1), slow=LAW | {"rows"}),
     Case("peagle_chain", **eagle(3, chain(3), 1, 2, sample=True), slow=LAW | {"greedy", "rows", "metrics"}),
     Case("peagle_dynamic", **eagle(3, DynamicTree(2, 3, 8), mask_id=0), slow=ALL),
     Case("cascade", mixed_parts, of_parts, committed=False, slow=LAW | ROWS | {"metrics"}),
-    Case("medusa_tree", **medusa(TREE, sample=True), slow=LAW),
+    Case("medusa_tree", **medusa(TREE, sample=True), slow=LAW | {"rows"}),
     Case("medusa_chain", **medusa(chain(3), min_confidence=0.05), slow=ALL),
     Case("narrow_eagle", **eagle(3, chain(2), cache_dtype="int8"), slow=ALL),
     Case("mtp_chain", **mtp(1, chain(3), sample=True)),
-    Case("mtp_dynamic", **mtp(2, DynamicTree(2, 3, 8)), slow=LAW),
+    Case("mtp_dynamic", **mtp(2, DynamicTree(2, 3, 8)), slow=LAW | ROWS),
     Case("mtp_tree", **mtp(3, TREE, sample=True), slow=ALL),
-    Case("dflash_chain", **dflash(chain(3), sample=True)),
+    Case("dflash_chain", **dflash(chain(3), sample=True), slow=frozenset({"rows"})),
     Case("dflash_dynamic", **dflash(DynamicTree(2, 3, 8)), slow=ALL),
     Case("drawn_tree", **from_tables(TREE), slow=ALL),
     Case("drawn_again", **from_tables(TREE, replacement=True), slow=ALL),
@@ -296,10 +296,10 @@ CASES = {case.name: case for case in PROPOSERS}
 """Those over the plain target, by name, for tests of what is special about one of them."""
 
 JUDGING = [
-    CASES["mixed"].by_turns(1, 4, 16, quick="greedy metrics"),
+    CASES["mixed"].by_turns(1, 4, 16, quick="greedy metrics state"),
     CASES["ngram"].by_turns(2, 3),
-    CASES["draft_model"].by_turns(1, 2, 3, quick="state"),
-    CASES["eagle1_chain"].by_turns(1, 2, 4, quick="rows"),
+    CASES["draft_model"].by_turns(1, 2, 3),
+    CASES["eagle1_chain"].by_turns(1, 2, 4),
     CASES["eagle3_dynamic"].by_turns(1, 4, 16),
     CASES["eagle3_dynamic"].by_score(1, 4, 16),
     CASES["eagle1_chain"].by_score(2, 3, 4),
@@ -357,7 +357,7 @@ LAYERS = [
 ]
 """Every kind of thing that a target's layers keep, one line each."""
 
-QUICK = {("mixed", "turbo3"), ("mixed", "latent"), ("mixed", "recurrent"), ("eagle3_tree", "parts")}
+QUICK = {("mixed", "latent"), ("mixed", "recurrent")}
 """Pairs of a proposer and another kind than the plain one whose state `make test` looks at."""
 
 

@@ -204,6 +204,7 @@ def test_compiles_for_tpu(generation):
     compile_for_tpu(generation, gradient, *training_shapes(length=512))
 
 
+@pytest.mark.slow
 def test_compiled_memory_is_linear_in_length():
     sizes = [
         compile_for_tpu("v5e", gradient, *training_shapes(length=n)).memory_analysis().temp_size_in_bytes

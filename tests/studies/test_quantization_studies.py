@@ -108,6 +108,7 @@ def test_a_variant_is_rotated_before_it_is_quantised(bench):
         targets.make(Variant.parse("w8a8-static"))
 
 
+@pytest.mark.slow
 def test_acceptance_is_recorded_and_not_measured_twice(settings, capfd, monkeypatch):
     name = settings.variants[1]
     # Of the float variant perplexity alone: the other's programs suffice to show what decoding records.

@@ -230,6 +230,7 @@ def test_lost_tensors_and_reduced_vocabularies_are_refused(tmp_path):
         load_draft(published(tmp_path / "c"), TARGET, tree=ej.chain(4))
 
 
+@pytest.mark.slow
 def test_drafts_for_a_rotated_target(tmp_path):
     """Unaligned they are refused; aligned, in memory and on disk, they guess as beside the original."""
     config, params = draft(qk_norm=True)
