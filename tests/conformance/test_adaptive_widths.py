@@ -22,6 +22,11 @@ FAST, SLOW = (1.0, 1.01, 1.05, 1.1), (1.0, 1.2, 2.0, 3.0)
 """Costs by which wide rounds pay, and by which few do."""
 
 
+def slowly(*names: str) -> list[Any]:
+    """Cases that belong to `make test-all`."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.fixture
 def cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Set what rounds cost."""
@@ -41,7 +46,7 @@ def cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 ADAPTIVE: dict[str, Any] = {"speculation": "adaptive", "widths": (1, 3, 8)}
 
 
-@pytest.mark.parametrize("name", ["ngram", "mixed", "draft_model", "eagle3_dynamic"])
+@pytest.mark.parametrize("name", [*slowly("ngram", "draft_model"), "mixed", "eagle3_dynamic"])
 def test_greedy_texts(name: str, cost: Any) -> None:
     chosen, rested = set(), 0
     for turn, seconds in enumerate((FAST, SLOW)):
@@ -53,7 +58,7 @@ def test_greedy_texts(name: str, cost: Any) -> None:
     assert rested or name == "ngram"
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3_dynamic", "eagle3_tree"])
+@pytest.mark.parametrize("name", ["ngram", "eagle3_tree", *slowly("draft_model", "eagle3_dynamic")])
 def test_rows_are_independent(name: str, cost: Any) -> None:
     """Other costs, other mates and other slots choose other widths, and no row's text is another."""
     case, settings = CASES[name], [HOT, COLD, WARM]

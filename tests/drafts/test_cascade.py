@@ -196,6 +196,7 @@ def test_a_part_that_is_wrong_loses_its_place() -> None:
     assert (7,) in widths[-1] or (5,) in widths[-1]
 
 
+@pytest.mark.slow
 def test_it_takes_no_fewer_tokens_a_round_than_its_parts() -> None:
     target = random_target(CONFIG, seed=3)
     rng = np.random.default_rng(2)
