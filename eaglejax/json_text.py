@@ -23,7 +23,8 @@ class JsonError(ValueError):
 
 def parse(text: str | bytes, *, strict: bool = False) -> Any:
     """The value that ``text`` spells; bytes are UTF-8. ``strict``: without NaN and Infinity, which Python
-    writes and JSON does not know, and with -0 as a float, as other readers have it.
+    writes and JSON does not know, without a key twice in an object, of which Python takes the last, or
+    halves of surrogate pairs, and with -0 as a float, as other readers have it.
 
     Raises JsonError for what is no JSON and for what is too large, too deep or holds integers of hundreds of
     digits, before anything of that size is made.
@@ -36,6 +37,7 @@ def parse(text: str | bytes, *, strict: bool = False) -> Any:
             spelt,
             parse_int=_unsigned_zero if strict else _integer,
             parse_constant=_no_number if strict else None,
+            object_pairs_hook=_distinct if strict else None,
         )
     except UnicodeDecodeError as error:
         raise JsonError(f"not valid JSON: byte {error.start + 1} is not UTF-8") from error
@@ -44,6 +46,8 @@ def parse(text: str | bytes, *, strict: bool = False) -> Any:
         raise JsonError(f"not valid JSON: {error.msg} at {line}column {error.colno}") from error
     except RecursionError as error:
         raise JsonError("not usable JSON: it is nested too deeply") from error
+    if strict and "\\ud" in spelt.lower():
+        _check_characters(value)
     if spelt.count("[") + spelt.count("{") > MOST_DEPTH:
         _check_depth(value)
     return value
@@ -73,6 +77,21 @@ def _unsigned_zero(digits: str) -> int | float:
 
 def _no_number(name: str) -> Any:
     raise JsonError(f"not valid JSON: it holds {name}")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(key for at, (key, _) in enumerate(pairs) if any(key == k for k, _ in pairs[:at]))
+        raise JsonError(f"not usable JSON: it holds {twice!r:.80} twice in one object")
+    return made
+
+
+def _check_characters(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise JsonError("not valid JSON: it holds half of a surrogate pair, which is no character") from error
 
 
 def _check_depth(value: Any) -> None:

@@ -14,8 +14,8 @@ from eaglejax.errors import ConfigError, RequestError
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    """Non-blank lines, numbered from 1. A JSON string may hold U+2028, so newlines alone end a line. ``-`` is
-    the standard input.
+    """Lines with more than JSON's white space, numbered from 1. A JSON string may hold U+2028, so newlines
+    alone end a line. ``-`` is the standard input.
 
     Raises ConfigError for a file that cannot be read and for the first line that is not UTF-8.
     """
@@ -23,7 +23,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
         with contextlib.nullcontext(sys.stdin.buffer) if str(path) == "-" else open(path, "rb") as file:
             for number, raw in enumerate(file, start=1):
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                if line.strip():
+                if line.strip(" \t\r\n"):
                     yield number, line
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error

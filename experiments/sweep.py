@@ -24,8 +24,9 @@ from eaglejax.checkpoint.files import read_json
 from eaglejax.cli import show
 from eaglejax.cli.run import run_command
 from eaglejax.cli.sweep import Sweep
+from eaglejax.train.grid import read_sweep, short
 from eaglejax.train.settings import STARTS, TrainSettings
-from eaglejax.train.sweep import draft_digest, read_sweep, short
+from eaglejax.train.sweep import draft_digest
 from experiments import record
 
 PLACES = ("out", "data.train", "data.decontaminate", "draft.start", "run.features")

@@ -28,7 +28,8 @@ from eaglejax.devices import machine
 from eaglejax.drafts.eagle.config import EagleConfig
 from eaglejax.drafts.eagle.model import EagleParams, init_eagle
 from eaglejax.train.batch import Batch
-from eaglejax.train.objectives import Head, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head
 from eaglejax.train.optimizers import optimizer
 from eaglejax.train.settings import OptimizerSettings
 from eaglejax.train.state import init_state, make_update, micro_batches

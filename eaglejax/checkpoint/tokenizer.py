@@ -273,16 +273,27 @@ def make_tokenizer(
     )
 
 
+def of_library(error: BaseException) -> bool:
+    """Whether tokenizers raised it: bare Exception, or a panic of its Rust code, which is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def _backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if path.is_file():
         refuse_pointer(path)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:
+            if not of_library(error):
+                raise
             raise CheckpointError(
                 f"{path} is damaged or newer than tokenizers {tokenizers.__version__}: {error}"
             ) from error
+        ids = backend.get_vocab(with_added_tokens=False).values()
+        if len(set(ids)) < len(ids):
+            # Which of the two an id means would be another in every process.
+            raise CheckpointError(f"{path} is damaged: its vocabulary has two tokens of one id")
         backend.no_truncation()
         backend.no_padding()
         return backend

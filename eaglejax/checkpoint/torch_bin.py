@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickletools
+import re
 import struct
 import zipfile
 import zlib
@@ -242,10 +243,16 @@ def _known(module: str, name: str) -> Any:
         ) from None
 
 
+_DEVICE = re.compile(r"[a-z]+[0-9]*(:[0-9]+)?")
+"""Where a storage was when it was written; it is read into main memory wherever that was."""
+
+
 def _storage(pid: Any) -> _Storage:
-    kind, dtype, key, _, size = _of(tuple, pid)
+    kind, dtype, key, device, size = _of(tuple, pid)
     if not isinstance(kind, str) or kind != "storage" or not isinstance(dtype, np.dtype):
         raise CheckpointError("its pickle refers to something that is no tensor storage")
+    if not _DEVICE.fullmatch(_of(str, device)):
+        raise CheckpointError("its pickle refers to a storage of no device")
     return _Storage(_of(str, key), dtype, _whole(size))
 
 

@@ -24,16 +24,15 @@ class Features:
 
     def run(self) -> int:
         """The command."""
+        from eaglejax.train.settings import load_settings
+
+        settings = load_settings(self.config, self.overrides)
+        target = methods.load_target_of(settings)
         from eaglejax.checkpoint.files import require_disk
         from eaglejax.train.feature_cache import write_features
         from eaglejax.train.prepare import planned_config, prepare_data
         from eaglejax.train.registry import training_of
-        from eaglejax.train.settings import load_settings
 
-        settings = load_settings(self.config, self.overrides)
-        target = methods.load_target(
-            settings.target, dtype=settings.target_dtype, quant=settings.target_quant
-        )
         config = planned_config(settings, target)
         taps = training_of(config).taps(config)
         data = prepare_data(settings.data, target)

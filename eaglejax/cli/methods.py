@@ -7,8 +7,9 @@ What can be refused is refused before jax is imported.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import eaglejax as ej
 from eaglejax.checkpoint.sources import resolve
@@ -22,6 +23,9 @@ from eaglejax.drafts.places import draft_path
 from eaglejax.engine_keys import METHODS_ELSEWHERE
 from eaglejax.errors import ConfigError
 from eaglejax.naming import known_name
+
+if TYPE_CHECKING:
+    from eaglejax.train.settings import TrainSettings
 
 Build = Callable[[Any, SpeculativeConfig], Any]
 """Of a target and a config: the proposer."""
@@ -423,6 +427,25 @@ def load_target(
             "and --calib-prompts, or use int8, whose scales come with the tokens"
         )
     return dataclasses.replace(target, cache_format=form.name)
+
+
+def check_files(settings: TrainSettings) -> None:
+    """Raise ConfigError for data files of a training run that are not there, and CheckpointError for a draft
+    to go on from that is not."""
+    from eaglejax.train.settings import STARTS
+
+    for name in (*(source.path for source in settings.data.train), *settings.data.decontaminate):
+        if not os.access(name, os.R_OK) or os.path.isdir(name):
+            raise ConfigError(f"data file {name} cannot be read")
+    if settings.draft.start not in STARTS:
+        draft_path(settings.draft.start)
+
+
+def load_target_of(settings: TrainSettings) -> ej.Target:
+    """The target of a training run, whose other files are there: what is not is refused before jax is
+    imported."""
+    check_files(settings)
+    return load_target(settings.target, dtype=settings.target_dtype, quant=settings.target_quant)
 
 
 def say_memory(target: ej.Target) -> None:

@@ -19,10 +19,10 @@ from eaglejax.errors import EaglejaxError
 
 if TYPE_CHECKING:
     from eaglejax.models.target import Target
+    from eaglejax.train.grid import Point
     from eaglejax.train.prepare import Data
     from eaglejax.train.samples import Sample
     from eaglejax.train.settings import DataSettings, TrainSettings
-    from eaglejax.train.sweep import Point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +44,16 @@ class Sweep:
 
     def run(self) -> int:
         """The command. Exit status 1 when a run failed or was interrupted; the same command goes on."""
-        from eaglejax.checkpoint.files import only_writer
-        from eaglejax.train.features import fingerprint
-        from eaglejax.train.sweep import read_sweep, run_key
+        from eaglejax.train.grid import read_sweep
 
         points = read_sweep(self.config, self.overrides, self.grid)
         base = points[0].settings
+        _check_some_can_run(points)
         target = methods.load_target(base.target, dtype=base.target_dtype, quant=base.target_quant)
+        from eaglejax.checkpoint.files import only_writer
+        from eaglejax.train.features import fingerprint
+        from eaglejax.train.sweep import run_key
+
         session = _Session(target, Path(base.out), [point.settings for point in points])
         mark = fingerprint(target)
         keys = [run_key(point.settings, mark) for point in points]
@@ -99,6 +102,18 @@ class Sweep:
             show.print_json(report)
         else:
             show.write_text(as_text(table))
+
+
+def _check_some_can_run(points: Sequence[Point]) -> None:
+    """Files that are not there are the error of the runs that read them; if no run is left, the sweep's."""
+    errors = []
+    for point in points:
+        try:
+            methods.check_files(point.settings)
+        except EaglejaxError as error:
+            errors.append(error)
+    if len(errors) == len(points):
+        raise errors[0]
 
 
 class _Session:
@@ -272,7 +287,7 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]], headings: Sequence[str
 
 
 def _values(row: Mapping[str, Any]) -> list[str]:
-    from eaglejax.train.sweep import short
+    from eaglejax.train.grid import short
 
     return [short(value) for value in row["values"].values()]
 

@@ -32,18 +32,17 @@ class Train:
 
     def run(self) -> int:
         """The command. Exit status 1 when the run was interrupted; the same command goes on."""
+        from eaglejax.train.settings import load_settings
+
+        settings = load_settings(self.config, self.overrides)
+        target = methods.load_target_of(settings)
         from eaglejax.train.plan import make_plan
         from eaglejax.train.plots import plot_run
         from eaglejax.train.prepare import prepare_data, prepare_draft
         from eaglejax.train.samples import preview
-        from eaglejax.train.settings import load_settings
         from eaglejax.train.trainer import Trainer
 
-        settings = load_settings(self.config, self.overrides)
         console = show.stderr()
-        target = methods.load_target(
-            settings.target, dtype=settings.target_dtype, quant=settings.target_quant
-        )
         with show.status("reading the data"):
             data = prepare_data(settings.data, target)
         for line in data.report.lines():

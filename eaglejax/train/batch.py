@@ -9,15 +9,14 @@ first draft of an answer that starts at T is row T - 1.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
 from eaglejax.errors import ConfigError
-
-Alignment = Literal["tight", "inputs", "unshifted"]
+from eaglejax.train.objective import Alignment
 
 Array = Any
 """A jax array; a numpy array until the batch is placed on the devices."""

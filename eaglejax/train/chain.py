@@ -23,7 +23,8 @@ from eaglejax.train.losses import (
     smooth_l1,
     teacher,
 )
-from eaglejax.train.objectives import Head, Metrics, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head, Metrics
 
 Logits = Callable[[Any, jax.Array, int], jax.Array]
 """(parameters, states [B, T, H] of a step, step) -> logits [B, T, Vd] f32."""

@@ -19,7 +19,8 @@ from eaglejax.speculate.metrics import Stats, total
 from eaglejax.train.batch import Batch
 from eaglejax.train.decode import decode_requests
 from eaglejax.train.family import Weights
-from eaglejax.train.objectives import Head, Metrics, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head, Metrics
 from eaglejax.train.packing import Features, assemble, pack, stack
 from eaglejax.train.registry import training_of
 from eaglejax.train.samples import Sample

@@ -20,7 +20,8 @@ from eaglejax.drafts.base import Bound
 from eaglejax.drafts.tree import StaticTree
 from eaglejax.models.target import Target
 from eaglejax.train.batch import Batch
-from eaglejax.train.objectives import Head, Metrics, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head, Metrics
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import TrainSettings
 from eaglejax.train.vocab import VocabMap

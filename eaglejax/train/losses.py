@@ -8,16 +8,14 @@ reach at all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from eaglejax import pytree
+from eaglejax.train.objective import Loss
 from kernels_pallas.soft_cross_entropy import soft_cross_entropy as soft_cross_entropy_rows
-
-Loss = Literal["soft_ce", "kl", "tv", "lk_alpha", "lk_lambda", "hard_ce"]
-"""Distances between the distributions; "hard_ce" is -log q of the text's own token instead."""
 
 
 @pytree.dataclass

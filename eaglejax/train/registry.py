@@ -10,7 +10,7 @@ from eaglejax.train.eagle.family import EagleTraining
 from eaglejax.train.family import TrainingFamily
 from eaglejax.train.medusa.family import MedusaTraining
 from eaglejax.train.mtp.family import MtpTraining
-from eaglejax.train.objectives import Objective
+from eaglejax.train.objective import Objective
 
 OBJECTIVES: dict[str, TrainingFamily] = {
     family.name: family for family in (EagleTraining(), MtpTraining(), DFlashTraining(), MedusaTraining())

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from eaglejax.drafts.limits import MOST_DEPTH
 from eaglejax.errors import ConfigError
-from eaglejax.train.objectives import Objective
+from eaglejax.train.objective import Objective
 
 STARTS = ("fit", "layer", "random")
 """Words for ``draft.start``; anything else there is a draft to go on from."""

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from eaglejax import pytree
 from eaglejax.train.batch import Batch
 from eaglejax.train.family import Weights
-from eaglejax.train.objectives import Head, Metrics, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head, Metrics
 from eaglejax.train.registry import training_of
 
 

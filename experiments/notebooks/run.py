@@ -3,12 +3,13 @@
 What a notebook kernel does, without one: all cells share one namespace, and a cell that fails is named.
 Notebooks read ``EAGLEJAX_NOTEBOOK_TARGET``, ``EAGLEJAX_NOTEBOOK_DRAFT`` and ``EAGLEJAX_NOTEBOOK_QUICK`` (any
 text: small constants), so that tests can run every cell on a small model. ``--store`` keeps what the cells
-printed in the file, so that readers see the outputs of a real run.
+printed in the file, so that readers see the outputs of a real run, and a digest of the cells that printed it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import sys
@@ -29,6 +30,13 @@ def read(path: Path) -> dict[str, Any]:
 def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
     """The code cells, in order."""
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def digest(notebook: dict[str, Any]) -> str:
+    """SHA-256 of the code cells' texts, hexadecimal: outputs are of these cells and of no others."""
+    return hashlib.sha256(
+        json.dumps(["".join(cell["source"]) for cell in code_cells(notebook)]).encode()
+    ).hexdigest()
 
 
 class _Copy(io.StringIO):
@@ -61,6 +69,7 @@ def run(path: Path, *, store: bool = False) -> dict[str, Any]:
         cell["execution_count"] = number
         cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
     if store:
+        notebook["metadata"] = notebook.get("metadata", {}) | {"outputs_of": digest(notebook)}
         write_text(path, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
     return namespace
 

@@ -45,6 +45,18 @@ def test_the_first_word(capfd, argv, status, words):
 
 ABSENT = "./no/such/model"
 GENERATE = ["generate", "--target", ABSENT, "--prompt", "x"]
+RUNS = [["train"], ["features", "--out", "O"], ["sweep", "--grid", "draft.num_layers=[1]"]]
+BAD_RUNS = ["absent.toml", "bad.toml", ".", "key.toml", "section.toml"]
+BAD_CHANGES = [
+    *("run.no_such_key=1", "run.updates=many", "run.updates=0", "objective.steps=1000", "objective.loss=mse"),
+    *(
+        "no_equals_sign",
+        "draft.start=./no/such/draft",
+        "data.train=[{path='absent.jsonl'}]",
+        "target_dtype=int3",
+    ),
+    *(f"target={ABSENT}", "target_quant=w3a3", "data.decontaminate=['absent.jsonl']"),
+]
 BEFORE_JAX = [
     ["--help"],
     ["--version"],
@@ -90,6 +102,11 @@ BEFORE_JAX = [
     ["features"],
     ["train"],
     ["sweep"],
+    *([name, "--config", file, *more] for name, *more in RUNS for file in BAD_RUNS),
+    *([name, "--config", "run.toml", *more, change] for name, *more in RUNS for change in BAD_CHANGES),
+    ["sweep", "--config", "run.toml", "--grid", "run.updates=7"],
+    ["sweep", "--config", "run.toml", "--grid", "target=['a', 'b']"],
+    ["sweep", "--config", "run.toml", "--grid", "draft.no_such_key=[1]"],
     ["parity"],
     ["parity", "--target", ABSENT, "--draft", "demo", "--prompts", "PROMPTS", "--backend", "torch-cpu"],
     ["parity", "--target", ABSENT, "--draft", "demo", "--prompts", "absent.jsonl", "--record", "O"],
@@ -100,6 +117,11 @@ BEFORE_JAX = [
 def test_help_and_refusals_do_not_wait_for_jax(tmp_path):
     """Every command, in one process: what one of them imports would be found behind the next."""
     (tmp_path / "PROMPTS").write_text('{"prompt": "x"}\n', encoding="utf-8")
+    run = f'target = "{ABSENT}"\nout = "O"\ndata.train = [{{ path = "PROMPTS" }}]\nrun.decode_prompts = 1\n'
+    (tmp_path / "run.toml").write_text(run, encoding="utf-8")
+    (tmp_path / "bad.toml").write_bytes(b"out = \xff")
+    (tmp_path / "key.toml").write_text(f"{run}draft.layers = 1\n", encoding="utf-8")
+    (tmp_path / "section.toml").write_text(f"{run}[trainer]\nupdates = 1\n", encoding="utf-8")
     code = (
         "import sys; from eaglejax.cli.main import main\n"
         f"for argv in {BEFORE_JAX!r}:\n"

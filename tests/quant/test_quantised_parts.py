@@ -27,7 +27,7 @@ from eaglejax.train.chain import trained_rows
 from eaglejax.train.eagle import warm
 from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.features import with_features
-from eaglejax.train.objectives import Objective
+from eaglejax.train.objective import Objective
 from eaglejax.train.packing import assemble
 from eaglejax.train.prepare import Data, prepare_draft
 from eaglejax.train.samples import Report

@@ -10,8 +10,9 @@ import pytest
 
 from eaglejax.cli.sweep import Sweep
 from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.train.grid import read_sweep
 from eaglejax.train.settings import load_settings, parse, read_toml
-from eaglejax.train.sweep import read_sweep, write_json
+from eaglejax.train.sweep import write_json
 from experiments import evaluate, record, sweep
 from experiments.evaluate import EvaluateSettings
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from experiments import record
-from experiments.notebooks.run import code_cells, read, run
+from experiments.notebooks.run import code_cells, digest, read, run
 
 FOLDER = record.ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -48,6 +48,8 @@ def test_notebooks_hold_the_outputs_of_one_whole_run_or_none(path):
     for cell in cells:
         kinds = [(out["output_type"], out["name"]) for out in cell["outputs"]]
         assert kinds == [("stream", "stdout")] * (ran and "print(" in "".join(cell["source"]))
+    # After a change of a cell: python -m experiments.notebooks.run FILE --store
+    assert not ran or notebook["metadata"]["outputs_of"] == digest(notebook)
 
 
 def test_what_cells_print_is_stored(tmp_path, capsys):
@@ -63,6 +65,10 @@ def test_what_cells_print_is_stored(tmp_path, capsys):
     first, second = code_cells(read(path))
     assert first["outputs"] == [{"name": "stdout", "output_type": "stream", "text": ["1\n"]}]
     assert (second["outputs"], first["execution_count"], second["execution_count"]) == ([], 1, 2)
+    stored = read(path)
+    assert stored["metadata"]["outputs_of"] == digest(stored)
+    second["source"] = "x += 2"
+    assert digest({**stored, "cells": [first, second]}) != digest(stored)
 
 
 def test_a_failing_cell_is_named_and_other_files_are_refused(tmp_path):

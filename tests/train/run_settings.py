@@ -1,6 +1,6 @@
 """Settings of a small run."""
 
-from eaglejax.train.objectives import Objective
+from eaglejax.train.objective import Objective
 from eaglejax.train.settings import (
     DataSettings,
     DraftSettings,

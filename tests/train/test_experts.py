@@ -23,7 +23,8 @@ from eaglejax.train.eagle import warm
 from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.eagle.start import draft_config as new_config
 from eaglejax.train.losses import balance
-from eaglejax.train.objectives import Head, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head
 from eaglejax.train.settings import DraftSettings
 
 CONFIG = draft_config(**EXPERTS, own_embedding=True)

@@ -20,7 +20,8 @@ from eaglejax.train.batch import Batch, row_mask, shift
 from eaglejax.train.chain import chain_loss, trained_rows
 from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.losses import dpace_weights
-from eaglejax.train.objectives import Head, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head
 
 MEMBER = np.zeros(VOCAB, bool)
 MEMBER[np.random.default_rng(9).choice(VOCAB, 64, replace=False)] = True

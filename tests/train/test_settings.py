@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from eaglejax.errors import ConfigError
+from eaglejax.train.grid import read_sweep
 from eaglejax.train.logs import JsonLog, TensorBoardLog, crc32c
 from eaglejax.train.optimizers import schedule
 from eaglejax.train.plots import plot_run, read_scalars
@@ -21,7 +22,6 @@ from eaglejax.train.settings import (
     read_toml,
     to_toml,
 )
-from eaglejax.train.sweep import read_sweep
 
 GOOD = """
 target = "demo"

@@ -15,6 +15,7 @@ from eaglejax.errors import ConfigError
 from eaglejax.train.curate import split_validation
 from eaglejax.train.eagle import start
 from eaglejax.train.eagle.cost import draft_cost
+from eaglejax.train.grid import read_sweep, short
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import SourceFile
 from eaglejax.train.sweep import (
@@ -22,9 +23,7 @@ from eaglejax.train.sweep import (
     draft_digest,
     prompts_digest,
     read_result,
-    read_sweep,
     run_key,
-    short,
     write_result,
 )
 from experiments.sweep import without_places

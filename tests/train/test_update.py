@@ -20,7 +20,8 @@ from eaglejax.train.chain import trained_rows
 from eaglejax.train.eagle import family as module
 from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.logs import WandbLog
-from eaglejax.train.objectives import Head, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head
 from eaglejax.train.optimizers import optimizer
 from eaglejax.train.settings import DataSettings, OptimizerSettings, RunSettings, SourceFile, TrainSettings
 from eaglejax.train.state import init_state, make_update, micro_batches

@@ -17,7 +17,7 @@ import gguf
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from eaglejax.checkpoint.tokenizer import END_OF_TURN, Tokenizer, make_tokenizer
+from eaglejax.checkpoint.tokenizer import END_OF_TURN, Tokenizer, make_tokenizer, of_library
 from eaglejax.errors import CheckpointError
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -140,7 +140,9 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], path: Path) -> Tokenize
         backend = builders[kind](vocabulary)
     except CheckpointError:
         raise
-    except Exception as error:  # the library raises bare Exception, for a merge outside the vocabulary, say
+    except BaseException as error:  # for a merge outside the vocabulary, say
+        if not of_library(error):
+            raise
         raise CheckpointError(f"{path}: the tokenizer's vocabulary is damaged: {error}") from error
     _add_tokens(backend, vocabulary)
     _surround(backend, vocabulary, default_bos=kind == "llama" or vocabulary.pre in _BOS_UNLESS_TOLD)

@@ -36,7 +36,8 @@ from eaglejax.pytree import leaf_paths
 from eaglejax.train.batch import Batch
 from eaglejax.train.chain import chain_loss, trained_rows
 from eaglejax.train.family import Draft, DraftCost, Remember, TrainingFamily, TrainingSize, Weights
-from eaglejax.train.objectives import Head, Metrics, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head, Metrics
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import DraftSettings, TrainSettings
 

@@ -29,7 +29,8 @@ from eaglejax.train.eagle.cost import draft_cost, training_size
 from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.eagle.start import existing_draft, new_draft, planned_config
 from eaglejax.train.family import Draft, DraftCost, Remember, TrainingFamily, TrainingSize, Weights
-from eaglejax.train.objectives import Head, Metrics, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head, Metrics
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import TrainSettings
 

@@ -23,7 +23,8 @@ from eaglejax.errors import ConfigError
 from eaglejax.train.batch import Batch, shift
 from eaglejax.train.chain import chain_loss
 from eaglejax.train.losses import balance
-from eaglejax.train.objectives import Head, Metrics, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head, Metrics
 
 
 def objective_loss(

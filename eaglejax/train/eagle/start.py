@@ -22,7 +22,8 @@ from eaglejax.nn.linear import PackedWeight, embedding
 from eaglejax.train.eagle import warm
 from eaglejax.train.family import Draft, Remember
 from eaglejax.train.features import boundaries
-from eaglejax.train.objectives import Head, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head
 from eaglejax.train.packing import assemble, pack
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import DraftSettings, TrainSettings

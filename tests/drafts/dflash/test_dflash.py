@@ -30,7 +30,7 @@ from eaglejax.measure.quality import Features, Texts
 from eaglejax.models.config import LayerSpec
 from eaglejax.rotation.rotate import Rotation, rotate_target
 from eaglejax.sampling import Sampling
-from eaglejax.train.objectives import Objective
+from eaglejax.train.objective import Objective
 from eaglejax.train.settings import DraftSettings, RunSettings, TrainSettings
 
 TARGET = make_target(target_config(layers=(LayerSpec(window=7), LayerSpec())), seed=6)

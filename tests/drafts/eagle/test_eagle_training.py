@@ -19,7 +19,8 @@ from eaglejax.train.batch import shift
 from eaglejax.train.chain import trained_rows
 from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.features import with_features
-from eaglejax.train.objectives import Head, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head
 from eaglejax.train.packing import assemble
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import DraftSettings, RunSettings, TrainSettings

@@ -23,7 +23,7 @@ from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.drafts.registry import read_draft
 from eaglejax.errors import ConfigError
 from eaglejax.nn.visible import Causal
-from eaglejax.train.objectives import Objective
+from eaglejax.train.objective import Objective
 from eaglejax.train.registry import training_by
 from eaglejax.train.settings import DraftSettings, RunSettings, TrainSettings
 

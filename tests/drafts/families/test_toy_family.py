@@ -32,7 +32,7 @@ from eaglejax.errors import CheckpointError, ConfigError, MismatchError
 from eaglejax.models.config import FINAL
 from eaglejax.rotation.rotate import Rotation, rotate_target
 from eaglejax.train import prepare
-from eaglejax.train.objectives import Objective
+from eaglejax.train.objective import Objective
 
 TARGET = make_target(target_config(), seed=6)
 H, V = TARGET.config.hidden_size, TARGET.config.vocab_size

@@ -18,7 +18,7 @@ from eaglejax.drafts.tree import chain
 from eaglejax.errors import ConfigError
 from eaglejax.train.features import with_features
 from eaglejax.train.medusa.family import MedusaTraining
-from eaglejax.train.objectives import Objective
+from eaglejax.train.objective import Objective
 from eaglejax.train.packing import assemble
 from eaglejax.train.samples import Sample
 from eaglejax.train.settings import DraftSettings, RunSettings, TrainSettings

@@ -19,7 +19,8 @@ from eaglejax.measure.quality import Features, Texts
 from eaglejax.models.config import FINAL
 from eaglejax.sampling import Sampling
 from eaglejax.train.features import with_features
-from eaglejax.train.objectives import Head, Objective
+from eaglejax.train.objective import Objective
+from eaglejax.train.objectives import Head
 from eaglejax.train.packing import assemble
 from eaglejax.train.registry import training_by
 from eaglejax.train.samples import Sample

@@ -57,7 +57,7 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "qk_norm": (_boolean, "true or false"),
     "aux_norm": (lambda v: v in get_args(AuxNorm), f"one of {', '.join(get_args(AuxNorm))}"),
     "map": (
-        lambda v: isinstance(v, list) and set(v) <= {"d2t", "t2d"},
+        lambda v: isinstance(v, list) and all(i in ("d2t", "t2d") for i in v),
         "a list of the tensors that hold the vocabulary map, d2t and t2d",
     ),
     "windows": (
