@@ -365,6 +365,8 @@ def from_hf(
     if factor is None:
         if kind in ("linear", "dynamic", "llama3") and get("alpha") is None:
             raise ConfigError(f"rope type {kind!r} needs a factor")
+        if kind == "yarn" and "original_max_position_embeddings" not in settings:
+            raise ConfigError("rope type 'yarn' needs a factor, or the length before extension")
         factor = max_position / original if kind in ("yarn", "longrope") else 1.0
     if kind == "llama3":
         for key in ("low_freq_factor", "high_freq_factor"):

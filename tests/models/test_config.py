@@ -148,6 +148,7 @@ def test_keys_that_change_nothing_are_let_be(harmless):
         ({**LLAMA, "rms_norm_eps": "small"}, ["rms_norm_eps is 'small'", "number above 0"]),
         ({**LLAMA, "rope_theta": float("nan")}, ["rope_theta = nan", "number above 0"]),
         ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": "2"}}, ["rope_scaling.factor = '2'"]),
+        ({**LLAMA, "rope_scaling": {"rope_type": "yarn"}}, ["'yarn' needs a factor"]),
         ({**LLAMA, "head_dim": 7}, ["7", "even"]),
         ({**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 2}, ["num_experts"]),
         ({**GEMMA, "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
