@@ -82,7 +82,8 @@ def _no_number(name: str) -> Any:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        twice = next(key for at, (key, _) in enumerate(pairs) if any(key == k for k, _ in pairs[:at]))
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise JsonError(f"not usable JSON: it holds {twice!r:.80} twice in one object")
     return made
 
