@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from eaglejax.errors import ConfigError
 from eaglejax.models import memory
 from eaglejax.models.config import LayerSpec, ModelConfig
 from eaglejax.nn.latent import LatentAttention
@@ -57,7 +58,9 @@ def else_of(config: ModelConfig) -> str:
 
 def support_of(config: ModelConfig) -> str:
     """Which of rotation and quantisation the model takes."""
-    if any(layer.mixer is not None for layer in config.layers) or config.activation == "swiglu_clamped":
+    try:
+        config.require_grouped("a rotation")
+    except ConfigError:
         return "refused"
     return "norms behind parts: quantisation alone" if not config.pre_norm else "both"
 

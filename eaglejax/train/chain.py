@@ -33,6 +33,14 @@ _KEPT_LOGITS = 1 << 29
 """Bytes of float32 draft logits that an update may hold between its two passes."""
 
 
+def noisy(features: jax.Array, objective: Objective, key: jax.Array | None) -> jax.Array:
+    """``features`` with the objective's uniform noise (EAGLE, Li et al. 2024), as they are without a key."""
+    if objective.noise <= 0 or key is None:
+        return features
+    noise = jax.random.uniform(key, features.shape, jnp.float32, -objective.noise, objective.noise)
+    return (features.astype(jnp.float32) + noise).astype(features.dtype)
+
+
 def chain_loss(
     objective: Objective,
     head: Head,

@@ -18,7 +18,9 @@ from jax.sharding import Mesh
 
 from eaglejax.drafts.base import Bound
 from eaglejax.drafts.tree import StaticTree
+from eaglejax.errors import EaglejaxError
 from eaglejax.models.target import Target
+from eaglejax.pytree import leaf_paths
 from eaglejax.train.batch import Batch
 from eaglejax.train.objective import Objective
 from eaglejax.train.objectives import Head, Metrics
@@ -37,6 +39,13 @@ def make_anew(key: Any, make: Callable[[], Any]) -> Any:
     """The ``Remember`` that keeps nothing."""
     del key
     return make()
+
+
+def require_whole(weights: Weights, table: Weights) -> None:
+    """Raise EaglejaxError for trained ``weights`` that are not those of ``table``, by their names."""
+    foreign = set(leaf_paths(weights)) ^ set(leaf_paths(table))
+    if foreign:
+        raise EaglejaxError(f"the trained weights lack, or should not have, {', '.join(sorted(foreign))}")
 
 
 @dataclasses.dataclass(frozen=True)

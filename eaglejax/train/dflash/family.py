@@ -29,13 +29,21 @@ from eaglejax.drafts.dflash.model import DFlashParams, param_table
 from eaglejax.drafts.dflash.probe import blocks
 from eaglejax.drafts.dflash.proposer import DFlash
 from eaglejax.drafts.tree import StaticTree, chain
-from eaglejax.errors import ConfigError, EaglejaxError
+from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import PackedWeight
 from eaglejax.pytree import leaf_paths
 from eaglejax.train.batch import Batch
-from eaglejax.train.chain import chain_loss, trained_rows
-from eaglejax.train.family import Draft, DraftCost, Remember, TrainingFamily, TrainingSize, Weights
+from eaglejax.train.chain import chain_loss, noisy, trained_rows
+from eaglejax.train.family import (
+    Draft,
+    DraftCost,
+    Remember,
+    TrainingFamily,
+    TrainingSize,
+    Weights,
+    require_whole,
+)
 from eaglejax.train.objective import Objective
 from eaglejax.train.objectives import Head, Metrics
 from eaglejax.train.samples import Sample
@@ -157,9 +165,7 @@ class DFlashTraining(TrainingFamily):
         if batch.aux is None:
             raise ConfigError("the batch lacks the target's boundaries, which a DFlash draft reads")
         features = batch.aux
-        if objective.noise > 0 and key is not None:
-            noise = jax.random.uniform(key, features.shape, jnp.float32, -objective.noise, objective.noise)
-            features = (features.astype(jnp.float32) + noise).astype(features.dtype)
+        features = noisy(features, objective, key)
         cast = jax.tree.map(lambda w: w.astype(compute_dtype), weights)
         params = dataclasses.replace(frozen, weights={**frozen.weights, **cast})
         states = blocks(
@@ -196,9 +202,7 @@ class DFlashTraining(TrainingFamily):
     ) -> None:
         """The form of its authors; of a draft that reads the embedding, that of speculators."""
         del ids
-        foreign = set(leaf_paths(weights)) ^ set(leaf_paths(param_table(config)))
-        if foreign:
-            raise EaglejaxError(f"the trained weights lack, or should not have, {', '.join(sorted(foreign))}")
+        require_whole(weights, param_table(config))
         held = jax.tree.map(lambda w: np.asarray(jnp.asarray(w, dtype)), weights)
         write_weights(folder, config, held, to="speculators" if 0 in config.aux else "dflash")
 

@@ -19,16 +19,22 @@ from eaglejax.drafts.eagle.files.write import tensors_of_weights, write_draft
 from eaglejax.drafts.eagle.model import EagleParams, param_table
 from eaglejax.drafts.eagle.proposer import Eagle
 from eaglejax.drafts.tree import StaticTree
-from eaglejax.errors import EaglejaxError
 from eaglejax.models.target import Target
-from eaglejax.pytree import leaf_paths
 from eaglejax.train.attention import training_attention
 from eaglejax.train.batch import Batch
 from eaglejax.train.chain import trained_rows
 from eaglejax.train.eagle.cost import draft_cost, training_size
 from eaglejax.train.eagle.objective import objective_loss
 from eaglejax.train.eagle.start import existing_draft, new_draft, planned_config
-from eaglejax.train.family import Draft, DraftCost, Remember, TrainingFamily, TrainingSize, Weights
+from eaglejax.train.family import (
+    Draft,
+    DraftCost,
+    Remember,
+    TrainingFamily,
+    TrainingSize,
+    Weights,
+    require_whole,
+)
 from eaglejax.train.objective import Objective
 from eaglejax.train.objectives import Head, Metrics
 from eaglejax.train.samples import Sample
@@ -99,9 +105,7 @@ class EagleTraining(TrainingFamily):
         self, folder: Path, config: EagleConfig, weights: Weights, ids: np.ndarray | None, *, dtype: Any
     ) -> None:
         """The project's own form, which holds every draft (``eaglejax convert`` writes the others')."""
-        foreign = set(leaf_paths(weights)) ^ set(leaf_paths(param_table(config)))
-        if foreign:
-            raise EaglejaxError(f"the trained weights lack, or should not have, {', '.join(sorted(foreign))}")
+        require_whole(weights, param_table(config))
         found = jax.tree.map(np.asarray, eagle_model.cast(weights, config, dtype))
         write_draft(folder, config, tensors_of_weights(config, found), ids, to="eaglejax")
 

@@ -21,7 +21,7 @@ from eaglejax.drafts.eagle.unroll import unroll
 from eaglejax.drafts.passes import StepAttention, step_attention
 from eaglejax.errors import ConfigError
 from eaglejax.train.batch import Batch, shift
-from eaglejax.train.chain import chain_loss
+from eaglejax.train.chain import chain_loss, noisy
 from eaglejax.train.losses import balance
 from eaglejax.train.objective import Objective
 from eaglejax.train.objectives import Head, Metrics
@@ -46,9 +46,7 @@ def objective_loss(
     features = _joined(batch.hidden) if config.reads_final else batch.aux
     if features is None or batch.hidden is None:
         raise ConfigError("the batch lacks the target's features that this draft reads")
-    if objective.noise > 0 and key is not None:
-        noise = jax.random.uniform(key, features.shape, jnp.float32, -objective.noise, objective.noise)
-        features = (features.astype(jnp.float32) + noise).astype(features.dtype)
+    features = noisy(features, objective, key)
     routed: list[list[jax.Array]] = []
     states = unroll(
         params,

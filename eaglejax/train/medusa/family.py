@@ -30,13 +30,21 @@ from eaglejax.drafts.medusa.files.write import write_heads
 from eaglejax.drafts.medusa.model import MedusaParams, param_table
 from eaglejax.drafts.medusa.proposer import Medusa
 from eaglejax.drafts.tree import StaticTree, chain
-from eaglejax.errors import ConfigError, EaglejaxError
+from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.linear import PackedWeight
 from eaglejax.pytree import leaf_paths
 from eaglejax.train.batch import Batch
-from eaglejax.train.chain import chain_loss, trained_rows
-from eaglejax.train.family import Draft, DraftCost, Remember, TrainingFamily, TrainingSize, Weights
+from eaglejax.train.chain import chain_loss, noisy, trained_rows
+from eaglejax.train.family import (
+    Draft,
+    DraftCost,
+    Remember,
+    TrainingFamily,
+    TrainingSize,
+    Weights,
+    require_whole,
+)
 from eaglejax.train.objective import Objective
 from eaglejax.train.objectives import Head, Metrics
 from eaglejax.train.samples import Sample
@@ -161,9 +169,7 @@ class MedusaTraining(TrainingFamily):
         if batch.hidden is None:
             raise ConfigError("the batch lacks the target's last state, which Medusa heads read")
         features = batch.hidden
-        if objective.noise > 0 and key is not None:
-            noise = jax.random.uniform(key, features.shape, jnp.float32, -objective.noise, objective.noise)
-            features = (features.astype(jnp.float32) + noise).astype(features.dtype)
+        features = noisy(features, objective, key)
         whole = _shipped({**weights, **frozen.weights})
         params = dataclasses.replace(frozen, weights=model.cast(whole, config, compute_dtype))
         read = model.read_target(params, config, features[:, :, None])
@@ -191,9 +197,7 @@ class MedusaTraining(TrainingFamily):
     ) -> None:
         """The project's own form."""
         weights = _shipped(weights)
-        foreign = set(leaf_paths(weights)) ^ set(leaf_paths(param_table(config)))
-        if foreign:
-            raise EaglejaxError(f"the trained weights lack, or should not have, {', '.join(sorted(foreign))}")
+        require_whole(weights, param_table(config))
         write_heads(folder, config, jax.tree.map(np.asarray, model.cast(weights, config, dtype)), ids)
 
     def cost(self, config: MedusaConfig, dtype: Any) -> DraftCost:

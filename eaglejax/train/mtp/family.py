@@ -29,7 +29,7 @@ from eaglejax.drafts.mtp.files.write import write_weights
 from eaglejax.drafts.mtp.model import MtpParams, param_table
 from eaglejax.drafts.mtp.proposer import Mtp
 from eaglejax.drafts.tree import StaticTree, chain
-from eaglejax.errors import ConfigError, EaglejaxError
+from eaglejax.errors import ConfigError
 from eaglejax.models.target import Target
 from eaglejax.nn.block import GroupedQuery
 from eaglejax.nn.linear import PackedWeight
@@ -38,8 +38,16 @@ from eaglejax.pytree import leaf_paths
 from eaglejax.quant.online import plain
 from eaglejax.train.attention import training_attention
 from eaglejax.train.batch import Batch
-from eaglejax.train.chain import chain_loss, trained_rows
-from eaglejax.train.family import Draft, DraftCost, Remember, TrainingFamily, TrainingSize, Weights
+from eaglejax.train.chain import chain_loss, noisy, trained_rows
+from eaglejax.train.family import (
+    Draft,
+    DraftCost,
+    Remember,
+    TrainingFamily,
+    TrainingSize,
+    Weights,
+    require_whole,
+)
 from eaglejax.train.losses import balance
 from eaglejax.train.objective import Objective
 from eaglejax.train.objectives import Head, Metrics
@@ -147,9 +155,7 @@ class MtpTraining(TrainingFamily):
         if batch.hidden is None:
             raise ConfigError("the batch lacks the target's last state, which MTP modules read")
         features = batch.hidden[:, :, None]
-        if objective.noise > 0 and key is not None:
-            noise = jax.random.uniform(key, features.shape, jnp.float32, -objective.noise, objective.noise)
-            features = (features.astype(jnp.float32) + noise).astype(features.dtype)
+        features = noisy(features, objective, key)
         cast = model.cast(_complete(weights, frozen.weights), config, compute_dtype)
         params = dataclasses.replace(frozen, weights=cast)
         mixer = config.block.mixer
@@ -197,9 +203,7 @@ class MtpTraining(TrainingFamily):
         """The project's own form."""
         del ids
         weights = _shipped(weights)
-        foreign = set(leaf_paths(weights)) ^ set(leaf_paths(param_table(config)))
-        if foreign:
-            raise EaglejaxError(f"the trained weights lack, or should not have, {', '.join(sorted(foreign))}")
+        require_whole(weights, param_table(config))
         write_weights(folder, config, jax.tree.map(np.asarray, model.cast(weights, config, dtype)))
 
     def cost(self, config: MtpConfig, dtype: Any) -> DraftCost:
