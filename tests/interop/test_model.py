@@ -22,6 +22,7 @@ from eaglejax.interop.models import decoder as torch_decoder
 from eaglejax.interop.models import layers
 from eaglejax.interop.models.specs import from_dict, to_dict
 from eaglejax.models import decoder
+from eaglejax.models.config import LayerSpec
 from eaglejax.nn.cache import Cache
 from eaglejax.nn.kv import KV
 from eaglejax.nn.rope import RopeConfig, frequencies
@@ -134,6 +135,10 @@ def test_what_torch_does_not_compute_is_refused_by_name(monkeypatch):
     with pytest.raises(ConfigError, match=r"does not compute attention_softcap=3\.0"):
         export.decoder_spec(cases.CONFIGS["gemma3"])
     export.decoder_spec(cases.CONFIGS["llama3"])  # a setting that is not in use does no harm
+    for layer, said in ((LayerSpec(chunk=6), "sees its chunk"), (LayerSpec(rotary=False), "turns nothing")):
+        other = dataclasses.replace(cases.LLAMA, layers=(layer,) * cases.LLAMA.num_layers)
+        with pytest.raises(ConfigError, match=said):
+            export.decoder_spec(other)
     with pytest.raises(ConfigError, match="does not know 'int8'"):
         parts.cache_dtype("int8")
     with pytest.raises(ConfigError, match="activation 'swish'"):

@@ -34,6 +34,10 @@ def decoder_spec(config: ModelConfig) -> DecoderSpec:
     check_known(config, _DECODER_FIELDS, "decoder")
     config.require_grouped("the torch decoder")
     layers = [config.layer(i) for i in range(config.num_layers)]
+    for i, layer in enumerate(layers):
+        if layer.rope is None or layer.chunk is not None:
+            what = "sees its chunk alone" if layer.chunk is not None else "turns nothing by its position"
+            raise ConfigError(f"the torch decoder has no layer that {what}, as layer {i} does")
     kinds = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
     mixtures = {layer.moe for layer in layers if layer.moe is not None}
     if len(mixtures) > 1:
